@@ -236,14 +236,14 @@ class StackState:
         return self.rule.spans()
 
     @cached_property
-    def entries(self) -> list[list[Tensor]]:
-        """State of the blocks for compiled kernels: a list for each block, in the order of the rows of the stack.
+    def entries(self) -> list[dict[str, Tensor]]:
+        """State of each block for compiled kernels, in the order of the rows of the stack.
 
-        The list has the part of each state tensor that belongs to the block, as a view `[1, numel, 1, ...]`.
+        A dictionary has, by name of a state tensor, the part that belongs to the block, as a view `[1, numel, 1, ...]`.
         """
         shape = (1, math.prod(self.stack.block), *[1] * (len(self.stack.block) - 1))
-        slots = [tensor.view(-1, *shape).unbind() for tensor in self.tensors.values()]
-        return [[slot[row] for slot in slots] for row in range(len(self.stack.param_ids))]
+        slots = {name: tensor.view(-1, *shape).unbind() for name, tensor in self.tensors.items()}
+        return [{name: rows[row] for name, rows in slots.items()} for row in range(len(self.stack.param_ids))]
 
     @cached_property
     def all_blocks(self) -> ActiveBlocks:

@@ -364,7 +364,7 @@ class CapturedStacks:
         def body() -> None:
             assert self._static is not None
             wide = self._static.unbind()
-            rounded = {own: wide if own == torch.float64 else self._static.to(own).unbind() for own in dtypes}
+            rounded = {own: self._static.to(own).unbind() for own in dtypes - {torch.float64}} | {torch.float64: wide}
             at, given = 0, dict[int, GraphNumbers]()
             of_paths: dict[str, dict[int, slice]] = {path: {} for path, _ in scales}
             for (path, group), scale in scales.items():
@@ -378,18 +378,18 @@ class CapturedStacks:
                     kept=write.shrink if scale.alpha else None,
                 )
             for own in self.stacks:
-                places, counted = of_paths[own.path], at
+                slices, counted = of_paths[own.path], at
                 at += 1
-                numbers, inputs = rounded[own.stack.dtype], dict[torch.dtype | None, Sequence[Tensor]]()
+                numbers, inputs = rounded[own.stack.dtype], dict[torch.dtype | None, Mapping[str, Tensor]]()
                 count = wide[counted]
                 if own.number in self.fused:
                     numbers = wide if self.device.type == "cpu" else rounded[torch.float32]
                     count = rounded[torch.float32][counted]
                 for key, program in self.programs[own.number].items():
-                    scheduled, asked = len(program.source.schedules.of_numbers), len(program.asked)
-                    inputs[key] = [*wide[at:][:scheduled], *numbers[at + scheduled :][:asked]]
-                    at += scheduled + asked
-                writes = {group: WriteNumbers(*numbers[place]) for group, place in places.items()}
+                    places = range(at, at := at + len(program.numbered))
+                    named = zip(program.numbered, places, strict=True)
+                    inputs[key] = {name: rounded[program.inputs[name][1]][place] for name, place in named}
+                writes = {group: WriteNumbers(*numbers[place]) for group, place in slices.items()}
                 given[own.number] = GraphNumbers(count, writes, inputs, step.rates)
             self._run(self.groups, replace(step, rates=rates, mask=mask), moved, given)
 

@@ -34,7 +34,7 @@ from .exchange import Step
 from .fused import FusedAdam, fused_adam, moments_of_adam, not_fused
 from .gradients import leaves_masks
 from .program import GraphNumbers, StackStep, finite_writes, is_checked, move, require_finite
-from .traced import BlockProgram, EntryProgram, Program, ScheduledNumbers, program_of
+from .traced import Program, ProgramSource, ScheduledNumbers, program_of, signal_input
 
 CHUNK_ENTRIES = 1 << 18
 """Number of entries of a chunk. 2^18 was fastest: with smaller chunks the stages are called too often, and larger
@@ -44,6 +44,8 @@ _LEAST = 1 << 15
 _VECTOR = 64
 """Number that divides the number of entries of every chunk. CPU kernels process up to 64 entries at a time, and may
 round a remainder differently. Multiples of 64 leave no remainder, so that chunks do not change results."""
+_SAMPLE = 64
+"""Number of entries of a sample block from which a program of entries is traced, for any number of entries."""
 _SMALL = 1 << 14
 """Blocks with fewer entries are copied into one tensor, so that one call of a compiled program updates all blocks of a
 stack. A call takes about as long as a copy of 2^14 entries."""
@@ -273,39 +275,50 @@ parameter, ...).
 A stage that requests a signal of another extent cannot be compiled."""
 
 
-def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> EntryProgram:
-    """Return the `EntryProgram` of a stack. The program that is traced from it updates entries of parameters in place.
+def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> ProgramSource:
+    """Return the source of a program that updates entries of a stack's parameters in place.
 
     stored: dtype of the parameters.
     """
-    axes, keys, stack = len(own.stack.block), (*own.tensors,), own.stack
-    kind, schedules = (axes, keys, stack.dtype, stored, stack.device), ScheduledNumbers.of(own.rule, recipe.total_steps)
-    decay, masked = own.rule.weight_decay or recipe.weight_decay, leaves_masks(recipe.failure, stack.device)
-    return EntryProgram(own.rule, own.path, decay, *kind, schedules, masked)
+    stack, masked = own.stack, leaves_masks(recipe.failure, own.stack.device)
+    blocks, block = 2 if masked else 1, (_SAMPLE, *[1] * (len(stack.block) - 1))
+    return ProgramSource(
+        own.rule,
+        own.path,
+        blocks,
+        block,
+        stack.dtype,
+        stack.device,
+        dict.fromkeys(own.tensors, ((blocks, *block), stack.dtype)),
+        own.rule.weight_decay or recipe.weight_decay,
+        ScheduledNumbers.of(own.rule, recipe.total_steps),
+        masked,
+        stored,
+    )
 
 
-def _block_source(own: StackState, recipe: Recipe) -> BlockProgram:
-    """Return the `BlockProgram` of a stack. The program that is traced from it returns the directions of all blocks."""
+def _block_source(own: StackState, recipe: Recipe) -> ProgramSource:
+    """Return the source of a program that returns the directions of all blocks of a stack."""
     known, stack = known_signals(), own.stack
     signals = {
         name: (_SHAPES_OF_SIGNALS[known[name].extent](own), stack.dtype) for name in _signals_of_program(own)
     } | dict.fromkeys(own.totals, ((), stack.dtype))
-    return BlockProgram(
+    return ProgramSource(
         own.rule,
         own.path,
-        stack.block,
         len(stack.param_ids),
+        stack.block,
         stack.dtype,
         stack.device,
         {name: (tuple(x.shape), x.dtype) for name, x in own.tensors.items()},
-        own.encoded,
-        own.width_factors is not None,
         own.rule.weight_decay or recipe.weight_decay if own.adds_decay else None,
-        own.step_sizes,
-        signals,
         ScheduledNumbers.of(own.rule, recipe.total_steps),
-        parameter_index(stack.matrix_ids, stack.device)[0] if own.spans else None,
         leaves_masks(recipe.failure, stack.device),
+        encoded=own.encoded,
+        widths=own.width_factors is not None,
+        sizes=own.step_sizes,
+        signals=signals,
+        parameters=parameter_index(stack.matrix_ids, stack.device)[0] if own.spans else None,
     )
 
 
@@ -316,40 +329,37 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
     refresh and without a watch (an object that observes calls of stages). A step with a mask needs a program that was
     traced with a mask.
     """
-    own, context = step.blocks.stack_state, step.context
+    own, context, source, graph = step.blocks.stack_state, step.context, program.source, step.numbers
     if step.blocks.places is not None or own.watched or context.uniform is None:
         return None
-    if step.mask is not None and not program.source.masked:
+    if step.mask is not None and not source.masked:
         return None
-    if step.numbers is None and not program.suits(context.steps):
+    if graph is None and not program.suits(context.steps):
         return None
-    if step.numbers is None and any(stage.refreshes(context) for _, stage in own.rule.stages()):
+    if graph is None and any(stage.refreshes(context) for _, stage in own.rule.stages()):
         return None
-    source = program.source
-    assert isinstance(source, BlockProgram)
     if context.signals.keys() != source.signals.keys():
         return None
     like = step.gradient
-    signals = [number_like(context.signals[name], like).contiguous() for name in source.signals]
-    if [tuple(x.shape) for x in signals] != [shape for shape, _ in source.signals.values()]:
-        return None
-    inputs = [like, *own.tensors.values(), *signals]
-    graph = step.numbers
-    steps = context.step if graph is None else graph.step.to(torch.int64).expand(len(like)).contiguous()
-    inputs += [context.seed, steps]
+    known = {signal_input(name): number_like(x, like).contiguous() for name, x in context.signals.items()}
+    known |= {"gradient": like, **own.tensors, "seeds": context.seed}
+    known["steps"] = context.step if graph is None else graph.step.to(torch.int64).expand(len(like)).contiguous()
     if source.parameters is not None:
-        inputs.append(parameter_index(context.param_ids, like.device)[1])
+        known["param_index"] = parameter_index(context.param_ids, like.device)[1]
     if own.width_factors is not None:
-        inputs.append(own.width_factors)
+        known["factor"] = own.width_factors
     if source.decay is not None:
         alphas = step.rates.alphas(own.path, step.blocks.stack.param_ids)
         if len(alphas) > 1:
             return None
         decaying = torch.zeros_like(like) if step.decaying is None else step.decaying
-        inputs += [decaying.contiguous(), number_like(alphas[0], like).contiguous()]
+        known |= {"decaying": decaying.contiguous(), "alpha": number_like(alphas[0], like).contiguous()}
     if source.masked:
-        inputs.append(_all_usable(len(like), like.device) if step.mask is None else step.mask)
-    return [*inputs, *(program.numbers(context.uniform, own.run_step) if graph is None else graph.inputs[None])]
+        known["mask"] = _all_usable(len(like), like.device) if step.mask is None else step.mask
+    known |= program.numbers(context.uniform, own.run_step) if graph is None else graph.inputs[None]
+    inputs = program.ordered(known)
+    kinds = zip(inputs, program.inputs.values(), strict=True)
+    return inputs if all(x.shape == shape for x, (shape, _) in kinds) else None
 
 
 @cached_tensors(maxsize=64)
@@ -409,38 +419,41 @@ def _run_entries(
     positions, steps, writes = ids.tolist(), counts[ids].tolist(), _writes(blocks, step, graph)
     parameters, gradients = [held[at] for at in positions], [step.gradients[at] for at in positions]
     alike = blocks.places is None and len({*steps}) == len({x.dtype for x in parameters}) == len({*writes}) == 1
-    masks: Sequence[Tensor] = ()
+    mask: Tensor | None = None
     if programs[parameters[0].dtype].source.masked:
-        device = own.stack.device
-        masks = [_all_usable(len(ids), device) if step.mask is None else step.mask[blocks.param_index]]
+        mask = _all_usable(len(ids), own.stack.device) if step.mask is None else step.mask[blocks.param_index]
 
-    uploaded = dict[tuple[torch.dtype, WriteNumbers], list[Tensor]]()  # once for all blocks with the same numbers
+    uploaded = dict[tuple[torch.dtype, WriteNumbers], dict[str, Tensor]]()  # once for all blocks with the same numbers
 
-    def numbers(dtype: torch.dtype, write: WriteNumbers, mask: Sequence[Tensor], at: int) -> list[Tensor]:
-        """Return the inputs of a program that follow parameter, gradient and slots.
-
-        They are the numbers of the write (rates and factor), the mask if the program has one, and numbers of the step.
+    def numbers(dtype: torch.dtype, write: WriteNumbers, at: int) -> dict[str, Tensor]:
+        """Return by name the inputs of a program that are numbers of the write (rates and factor) or of the step.
 
         dtype: dtype of the parameters, the key of the program.
         at: step count of the blocks.
         """
         program, key = programs[dtype], (dtype, write)
         if graph is not None:
-            return [*cast(tuple[Tensor, ...], write), *mask, *graph.inputs[dtype]]
+            fields = zip(write._fields, cast(tuple[Tensor, ...], write), strict=True)
+            return {**dict(fields), **graph.inputs[dtype]}
         if key not in uploaded:
             uploaded[key] = program.write_numbers(write)
-        return [*uploaded[key], *mask, *program.numbers(at, own.run_step)]
+        return {**uploaded[key], **program.numbers(at, own.run_step)}
 
     if alike and math.prod(own.stack.block) < _SMALL and len(parameters) > 1:
         dtype = parameters[0].dtype
-        _run_together(own, parameters, gradients, programs[dtype], numbers(dtype, writes[0], masks, steps[0]))
+        given = {**numbers(dtype, writes[0], steps[0]), **({} if mask is None else {"mask": mask})}
+        _run_together(own, parameters, gradients, programs[dtype], given)
         return
-    shape, rows = _shape(own), [[row.view(1)] for row in masks[0].unbind()] if masks else [[]] * len(parameters)
-    for row, parameter, gradient, at, write, mask in zip(
-        blocks.row_numbers, parameters, gradients, steps, writes, rows, strict=True
+    shape, masks = _shape(own), [None] * len(parameters) if mask is None else mask.unsqueeze(1).unbind()
+    for row, parameter, gradient, at, write, usable in zip(
+        blocks.row_numbers, parameters, gradients, steps, writes, masks, strict=True
     ):
-        entries = [parameter.view(shape), gradient.view(shape), *own.entries[row]]
-        programs[parameter.dtype].compiled([*entries, *numbers(parameter.dtype, write, mask, at)])
+        given = {"parameter": parameter.view(shape), "gradient": gradient.view(shape), **own.entries[row]}
+        given |= numbers(parameter.dtype, write, at)
+        if usable is not None:
+            given["mask"] = usable
+        program = programs[parameter.dtype]
+        program.compiled(program.ordered(given))
 
 
 def _run_together(
@@ -448,19 +461,18 @@ def _run_together(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
     program: Program,
-    numbers: Sequence[Tensor],
+    given: Mapping[str, Tensor],
 ) -> None:
     """Update all blocks of a stack by one call of a program.
 
     The call updates copies of the parameters in one tensor, which are then copied back.
 
-    numbers: last inputs of the program: numbers of the write (rates and factor), mask if the program has one, and
-        numbers of the step.
+    given: inputs of the program by name, except parameter, gradient and slots.
     """
     shape = _shape(own, len(parameters), rows=program.source.masked)
     parameter, gradient = (torch.cat([x.flatten() for x in some]).view(shape) for some in (parameters, gradients))
-    slots = [tensor.view(shape) for tensor in own.tensors.values()]
-    program.compiled([parameter, gradient, *slots, *numbers])
+    slots = {name: tensor.view(shape) for name, tensor in own.tensors.items()}
+    program.compiled(program.ordered({"parameter": parameter, "gradient": gradient, **slots, **given}))
     after = parameter.view(len(parameters), *own.stack.block).unbind()
     torch._foreach_copy_([x.view(own.stack.block) for x in parameters], list(after))
 

@@ -176,14 +176,14 @@ class GraphNumbers(NamedTuple):
     writes: numbers of the write as 0-d tensors, by index of the group of parameters with equal rates (`Rates.alike`).
         Their factor is 1, because factors of blocks are applied apart from them. The dtype is that of the stack; for a
         fused kernel it is float64 on a CPU, else float32.
-    inputs: last inputs of each program (`Program.numbers`), by the key of the program in `Execution.programs`.
+    inputs: numbers of the step by name (`Program.numbers`), by the key of the program in `Execution.programs`.
     rates: rates on the host at the time of the capture. A graph of fused kernels contains their weight decays as
         constants.
     """
 
     step: Tensor
     writes: Mapping[int, WriteNumbers]
-    inputs: Mapping[torch.dtype | None, Sequence[Tensor]]
+    inputs: Mapping[torch.dtype | None, Mapping[str, Tensor]]
     rates: Rates
 
 

@@ -1,22 +1,20 @@
 """Traced programs: the program of a stack as one graph of tensors, compiled by Inductor.
 
 A program is traced once by `make_fx`, and compiled for one kind of stack. While it is traced, the context of the step
-gives each number of the step as an input tensor. Equal programs are compiled once in a process. Two forms exist:
-
-- `EntryProgram`: an entry-wise chain with its write, for any number of entries; it updates parameters in place;
-- `BlockProgram`: any chain, for stacks of one shape; it takes a stack of gradients and returns a stack of directions.
+gives each number of the step as an input tensor. Equal programs are compiled once in a process.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property, partial
 from threading import Timer
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -71,13 +69,10 @@ class ScheduledNumbers:
         _with_numbers(update, lambda schedule: found.append(schedule))
         return cls(tuple(found), total_steps if found else None)
 
-    def samples(self, device: torch.device) -> list[Tensor]:
-        """Return one 0-d sample input for each number.
-
-        The inputs are float64, because stages compute numbers such as 1 - beta from them, which would lose bits in
-        float32.
-        """
-        return _samples_of_numbers(0.0, len(self.of_numbers), torch.float64, device)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the numbers as inputs of a program."""
+        return tuple(f"scheduled.{at}" for at in range(len(self.of_numbers)))
 
     def at(self, step: int) -> list[float]:
         """Return the numbers at a step of the run."""
@@ -155,207 +150,165 @@ def _answer(name: str, low: float, high: float, other: Any) -> bool | None:
     return answers.pop() if len(answers) == 1 else None
 
 
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+
 @dataclass(frozen=True)
-class EntryProgram:
-    """An object from which a program is traced. The program updates parameters and their state in place: it runs a
-    chain of entry-wise stages and writes the result into the parameters.
+class ProgramSource:
+    """An object from which the program of a stack is traced. The program changes the state of blocks in place.
+
+    A program has one of two forms, which follow from `stored`. A program that writes updates entries of parameters in
+    place: an entry-wise chain with its write, for any number of entries. The other form takes gradients `[N, *block]`
+    and returns directions `[N, *block]`, for any chain and a fixed number N of blocks.
 
     update: the update whose stages form the chain.
     path: path of the update in the recipe.
-    decay: weight decay of the parameters.
-    axes: number of axes of the blocks.
-    keys: state keys of the slots.
+    blocks: number N of blocks. If the program writes: number of rows of the samples.
+    block: shape of a block. If the program writes: shape of a row of the samples, `[n, 1, ...]`.
     dtype: dtype of the computation.
-    stored: dtype of parameters and gradients.
-    schedules: scheduled numbers of the stages.
-    masked: True if the inputs contain a mask `[n]` of the n blocks, after the numbers of the write. Then parameters,
-        gradients and slots have the shape `[n, numel, 1, ...]`.
-    """
-
-    update: UpdateRule
-    path: str
-    decay: WeightDecay
-    axes: int
-    keys: tuple[str, ...]
-    dtype: torch.dtype
-    stored: torch.dtype
-    device: torch.device
-    schedules: ScheduledNumbers
-    masked: bool = False
-    symbolic: ClassVar[bool] = True
-    """True if the length of the second axis of the tensors may change from call to call."""
-
-    def __str__(self) -> str:
-        return f"entries in {str(self.dtype).removeprefix('torch.')} on {self.device}"
-
-    def same(self) -> tuple[Any, ...]:
-        """Return the key of the compiled program: sources with equal keys share one program."""
-        decay, run = self.decay.model_dump_json(), (self.schedules.total_steps, self.masked)
-        return (_chains(self.update), self.path, decay, self.axes, self.keys, self.dtype, self.stored, self.device, run)
-
-    @property
-    def block(self) -> tuple[int, ...]:
-        """Shape of a sample block for tracing: 64 entries, with as many axes as the blocks of the stack."""
-        return (64, *[1] * (self.axes - 1))
-
-    def samples(self) -> list[Tensor]:
-        """Return sample inputs of the program, except the numbers that stages request.
-
-        They are a parameter, its gradient and its slots, `[n, *block]` each; then the rates and the factor of the write
-        (`WriteNumbers`), the mask `[n]` if the program has one, and the scheduled numbers.
-        """
-        shape = (2 if self.masked else 1, *self.block)
-        dtypes = (self.stored, self.stored, *[self.dtype] * len(self.keys))
-        numbers = _samples_of_numbers(0.0, len(WriteNumbers._fields), self.dtype, self.device)
-        numbers += [torch.ones(3, dtype=torch.bool, device=self.device)[1:]] * self.masked  # not aligned, as a row
-        entries = (torch.zeros(shape, dtype=own, device=self.device) for own in dtypes)
-        return [*entries, *numbers, *self.schedules.samples(self.device)]
-
-    def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
-        """Run one step in place, and return no directions.
-
-        tensors: inputs in the order of `samples`.
-        ask: function that returns the value of each number of the step that a stage requests (`context.per_block`).
-        questions: list to which each condition on the step that a stage checks (`context.holds`) is appended.
-        """
-        parameter, gradient, *rest = tensors
-        held = dict(zip(self.keys, rest, strict=False))
-        given = iter(rest[len(held) :])
-        lr, shrink, alpha, rate, factor = (next(given) for _ in WriteNumbers._fields)
-        mask = next(given) if self.masked else None
-        scale = StepRates(lr, alpha, self.decay, rate, shrink)
-        state = State(held, self.block, self.path, mask=mask)
-        context, entries = tracing_context(ask, questions), (parameter, gradient)
-        with _scheduled(self, given) as update:
-            move(update, state.scope, entries, context, scale, factor)
-        return ()
-
-
-@dataclass(frozen=True)
-class BlockProgram:
-    """Source of a program that computes the directions of N blocks from their gradients, `[N, *block]` each.
-
-    The program changes the state in place.
-
-    update: the update whose stages form the chain.
-    path: path of the update in the recipe.
-    block: shape of a block.
-    blocks: number N of blocks.
     slots: by name, shape and dtype of each tensor that stores state.
+    decay: weight decay that the write applies. If the program returns directions: weight decay that is added to them,
+        and None if no decay is added to them.
+    schedules: scheduled numbers of the stages.
+    masked: True if one input is a mask `[N]` of the blocks whose state and parameters are written.
+    stored: dtype of the parameters that the program writes. None: it writes no parameters, and returns directions.
     encoded: slots that a quantizer stores.
     widths: True if the directions are multiplied by factors `[N]`, one for each block.
-    decay: weight decay that is added to the directions; None if the write applies the decay.
-    sizes: slots with step sizes, by which that decay is multiplied.
+    sizes: slots with step sizes, by which the added decay is multiplied.
     signals: by name, shape and dtype of each signal that stages request.
-    schedules: scheduled numbers of the stages.
     parameters: number of parameters to which the blocks belong, if stages take sums over the blocks of a parameter;
         None if they take no such sums.
-    masked: True if one input is a mask `[N]` of the blocks whose state is written.
     """
 
     update: UpdateRule
     path: str
-    block: tuple[int, ...]
     blocks: int
+    block: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    slots: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    encoded: Mapping[str, EncodedSlot]
-    widths: bool
+    slots: Mapping[str, Kind]
     decay: WeightDecay | None
-    sizes: tuple[StateKey, ...]
-    signals: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     schedules: ScheduledNumbers
-    parameters: int | None = None
     masked: bool = False
-    symbolic: ClassVar[bool] = False
+    stored: torch.dtype | None = None
+    encoded: Mapping[str, EncodedSlot] = field(default_factory=dict)
+    widths: bool = False
+    sizes: tuple[StateKey, ...] = ()
+    signals: Mapping[str, Kind] = field(default_factory=dict)
+    parameters: int | None = None
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.blocks} blocks of shape {list(self.block)} in {dtype} on {self.device}"
+        what = "entries" if self.symbolic else f"{self.blocks} blocks of shape {list(self.block)}"
+        return f"{what} in {dtype} on {self.device}"
 
-    def same(self) -> tuple[Any, ...]:
-        decay = None if self.decay is None else self.decay.model_dump_json()
-        coded = tuple((key, _json(how.codec), how.slot, how.dtype) for key, how in self.encoded.items())
-        tensors = tuple(self.slots.items()), tuple(self.signals.items())
-        kind = (self.block, self.blocks, self.dtype, self.device, self.widths, self.sizes, self.parameters)
-        run = (self.schedules.total_steps, self.masked)
-        return (_chains(self.update), self.path, decay, coded, *tensors, *kind, *run)
+    @property
+    def symbolic(self) -> bool:
+        """True if the length of the second axis of the tensors may change from call to call."""
+        return self.stored is not None
 
-    def samples(self) -> list[Tensor]:
-        """Return sample inputs of the program, except the numbers that stages request."""
-        shapes = [((self.blocks, *self.block), self.dtype), *self.slots.values(), *self.signals.values()]
-        shapes += [((self.blocks,), torch.int64)] * 2  # seeds and steps
-        shapes += [((self.blocks,), torch.int64)] * (self.parameters is not None)
-        shapes += [((self.blocks,), self.dtype)] * self.widths
-        if self.decay is not None:
-            shapes += [((self.blocks, *self.block), self.dtype), ((), self.dtype)]
-        shapes += [((self.blocks,), torch.bool)] * self.masked
-        tensors = [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
-        return [*tensors, *self.schedules.samples(self.device)]
+    @cached_property
+    def inputs(self) -> Mapping[str, Kind]:
+        """Shape and dtype of each input of the program by name, in order, except the numbers that stages request.
 
-    def run(self, tensors: Sequence[Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
-        """Run one step, and return its directions. The arguments are those of `EntryProgram.run`."""
-        given = iter(tensors)
-        gradient, held = next(given), {name: next(given) for name in self.slots}
-        signals = {name: next(given) for name in self.signals}
-        seeds, steps = next(given), next(given)
-        index = None if self.parameters is None else next(given)
-        factors = next(given) if self.widths else None
-        context = tracing_context(ask, questions, signals, steps)
-        if index is not None and self.parameters is not None:
-            context = context.with_sums(partial(sums_over, index, self.parameters))
-        decaying, alpha = (next(given), next(given)) if self.decay is not None else (None, None)
-        mask = next(given) if self.masked else None
-        state = State(held, self.block, self.path, mask=mask, storage=Storage(self.encoded, lambda: (seeds, steps)))
-        decay = None
-        if self.decay is not None and decaying is not None and alpha is not None:
-            scale = StepRates(1.0, alpha, self.decay)
+        A program that writes has the parameter, the gradient, the slots and the fields of `WriteNumbers`. Scheduled
+        numbers are float64, because stages compute numbers such as 1 - beta from them, which would lose bits in
+        float32.
+        """
+        entries, each, number = (self.blocks, *self.block), (self.blocks,), ((), self.dtype)
+        known: dict[str, Kind | None] = {"gradient": (entries, self.stored or self.dtype), **self.slots}
+        if self.stored is not None:
+            known = {"parameter": (entries, self.stored), **known, **dict.fromkeys(WriteNumbers._fields, number)}
+        else:
+            known |= {signal_input(name): kind for name, kind in self.signals.items()}
+            known |= {"seeds": (each, torch.int64), "steps": (each, torch.int64)}
+            known["param_index"] = None if self.parameters is None else (each, torch.int64)
+            known["factor"] = (each, self.dtype) if self.widths else None
+            known |= {} if self.decay is None else {"decaying": (entries, self.dtype), "alpha": number}
+        known["mask"] = (each, torch.bool) if self.masked else None
+        known |= dict.fromkeys(self.schedules.names, ((), torch.float64))
+        return {name: kind for name, kind in known.items() if kind is not None}
 
-            def decay(found: Tensor) -> Tensor:
-                one_rate = lambda parameters, found: plus_decay(parameters, found, scale)  # noqa: E731
-                return add_decay(found, decaying, state.scope("update"), self.sizes, one_rate)
+    def run(self, given: Mapping[str, Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
+        """Run one step, and return its directions, or nothing if the step writes parameters.
 
+        given: the inputs by name.
+        ask: function that returns the value of each number of the step that a stage requests (`context.per_block`).
+        questions: list to which each condition on the step that a stage checks (`context.holds`) is appended.
+        """
+        signals = {name: given[signal_input(name)] for name in self.signals}
+        context = tracing_context(ask, questions, signals, given.get("steps"))
+        if self.parameters is not None:
+            context = context.with_sums(partial(sums_over, given["param_index"], self.parameters))
+        storage = Storage(self.encoded, lambda: (given["seeds"], given["steps"]))
+        held = {name: given[name] for name in self.slots}
+        state = State(held, self.block, self.path, mask=given.get("mask"), storage=storage)
         with _scheduled(self, given) as update:
-            return (direction(update, state.scope, gradient, context, factors, decay),)
+            if self.stored is None:
+                added = None if self.decay is None else partial(self._add_decay, given, state)
+                return (direction(update, state.scope, given["gradient"], context, given.get("factor"), added),)
+            assert self.decay is not None
+            lr, shrink, alpha, rate, factor = (given[name] for name in WriteNumbers._fields)
+            scale = StepRates(lr, alpha, self.decay, rate, shrink)
+            move(update, state.scope, (given["parameter"], given["gradient"]), context, scale, factor)
+            return ()
+
+    def _add_decay(self, given: Mapping[str, Tensor], state: State, found: Tensor) -> Tensor:
+        """Return directions plus the weight decay of the input `decaying`."""
+        assert self.decay is not None
+        scale = StepRates(1.0, given["alpha"], self.decay)
+        return add_decay(found, given["decaying"], state.scope("update"), self.sizes, partial(plus_decay, scale=scale))
 
 
-ProgramSource = EntryProgram | BlockProgram
+def signal_input(name: str) -> str:
+    """Return the name of the input of a program that holds a signal."""
+    return f"signals.{name}"
 
 
 @contextmanager
-def _scheduled(source: ProgramSource, given: Iterator[Tensor]) -> Iterator[UpdateRule]:
+def _scheduled(source: ProgramSource, given: Mapping[str, Tensor]) -> Iterator[UpdateRule]:
     """Yield the update rule of a program for the time of its trace, with an input tensor for each scheduled number.
 
     A scheduled number is a field of a stage that has a schedule instead of one number.
 
-    given: iterator over the inputs of the program. Its next inputs, the scheduled numbers, are read.
+    given: the inputs of the program by name.
     """
     schedules = source.schedules
     if not schedules.of_numbers:
         yield source.update
         return
-    numbers = [next(given) for _ in schedules.of_numbers]
+    numbers = [given[name] for name in schedules.names]
     left = iter(numbers)
     with _TracedNumbers(schedules, numbers):
         yield _with_numbers(source.update, lambda _: next(left))
 
 
-def _chains(update: UpdateRule) -> tuple[str, ...]:
-    return tuple(stage.model_dump_json() for stage in (*update.update, *update.after_decay))
+def _key(x: Any) -> Hashable:
+    """Return a key of a source of programs, or of a part of it. Sources with equal keys share one compiled program.
+
+    The key has the values of all fields. Of an update rule, it has the two chains of stages.
+    """
+    if isinstance(x, UpdateRule):
+        return _key((x.update, x.after_decay))
+    if isinstance(x, Component):
+        return type(x), x.model_dump_json()
+    if isinstance(x, Mapping):
+        return tuple((name, _key(value)) for name, value in x.items())
+    if is_dataclass(x):
+        return type(x), *(_key(getattr(x, own.name)) for own in fields(x))
+    return tuple(map(_key, x)) if isinstance(x, tuple) else cast(Hashable, x)
 
 
-def _json(codec: object) -> str:
-    assert isinstance(codec, Component)
-    return codec.model_dump_json()
-
-
-def _samples_of_numbers(value: float, count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return equal numbers as 0-d sample inputs that are not aligned to 16 bytes.
+def _sample(kind: Kind, device: torch.device, value: float = 0.0) -> Tensor:
+    """Return a sample input. Numbers and masks, which may be rows of a tensor, are not aligned to 16 bytes.
 
     If a sample is aligned, Inductor's program on a GPU copies an input that is not, in each call and by a kernel.
     """
-    return [torch.full((2,), value, dtype=dtype, device=device)[1] for _ in range(count)]
+    shape, dtype = kind
+    if shape and dtype != torch.bool:
+        return torch.full(shape, value, dtype=dtype, device=device)
+    return torch.full((math.prod(shape) + 1,), value, dtype=dtype, device=device)[1:].view(shape)
 
 
 def tracing_context(
@@ -401,22 +354,26 @@ class Program:
     asked: for each number of the step that the stages request, the function that computes it, in the order of requests.
     questions: conditions on the step that the stages check. The program was traced with their results at
         `TYPICAL_STEP`, a step late in the run.
+    inputs: shape and dtype of each input by name, in order: those of `source`, and then the numbers that stages request
+        (`asked`).
+    numbered: names of the last inputs: scheduled numbers, and then the numbers that stages request.
     """
 
     source: ProgramSource
     asked: list[NumberOfStep] = field(default_factory=list, init=False)
     questions: list[Question] = field(default_factory=list, init=False)
+    inputs: Mapping[str, Kind] = field(init=False)
+    numbered: tuple[str, ...] = field(init=False)
     _on_host: _Table = field(init=False)
     _asked: _Table = field(init=False)
     _scheduled: _Table = field(init=False)
-    _writes: dict[WriteNumbers, list[Tensor]] = field(default_factory=dict, init=False)
+    _writes: dict[WriteNumbers, dict[str, Tensor]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._on_host = _Table(self._answers, torch.device("cpu"))
-        self._asked, self._scheduled = (_Table(rows, self.source.device) for rows in (self._answers, self._present))
+        source = self.source
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:  # as in the trace, so that decisions are the same
-            samples = [fake.from_tensor(sample) for sample in self.source.samples()]
-            self.source.run(samples, self._learn, self.questions)
+            samples = {name: fake.from_tensor(_sample(kind, source.device)) for name, kind in source.inputs.items()}
+            source.run(samples, self._learn, self.questions)
         if any(
             isinstance(number(torch.ones((), dtype=torch.float64, device="cpu")), FakeTensor) for number in self.asked
         ):
@@ -424,6 +381,11 @@ class Program:
                 "`context.per_block` needs a function of the step alone, got one that also reads a signal or a "
                 "scheduled field"
             )
+        scheduled, asked = source.schedules.names, tuple(f"asked.{at}" for at in range(len(self.asked)))
+        self.inputs, self.numbered = {**source.inputs, **dict.fromkeys(asked, ((), source.dtype))}, scheduled + asked
+        self._on_host = _Table(asked, self._answers, torch.device("cpu"))
+        self._asked = _Table(asked, self._answers, source.device)
+        self._scheduled = _Table(scheduled, self._present, source.device)
 
     def suits(self, steps: NDArray[np.int64]) -> bool:
         """Return True if the program is valid at all of these step counts of blocks.
@@ -438,19 +400,12 @@ class Program:
 
     @cached_property
     def graph(self) -> torch.fx.GraphModule:
-        """The traced program. Its inputs are those of `source`, and then the numbers that stages request (`asked`)."""
-        samples = self.samples()
-        first = len(samples) - len(self.asked)
-
-        def step(*tensors: Tensor) -> tuple[Tensor, ...]:
-            numbers: Iterator[Tensor] = iter(tensors[first:])
-            return self.source.run(tensors[:first], lambda number: next(numbers), [])
-
-        return trace(step, samples, self.source.symbolic)
+        """The traced program. Its arguments are the tensors of `inputs`."""
+        return trace(lambda *tensors: self.eager(tensors), self.samples(), self.source.symbolic)
 
     @cached_property
     def compiled(self) -> Compiled:
-        """The compiled program, with the inputs of `graph`."""
+        """The compiled program, which receives the tensors of `inputs` as a list."""
         try:
             compiled = generate(self.graph, self.source.symbolic)
             compiled(self.samples())
@@ -461,29 +416,31 @@ class Program:
         return compiled
 
     def samples(self) -> list[Tensor]:
-        """Return sample tensors for all inputs of the program."""
-        ones = _samples_of_numbers(1.0, len(self.asked), self.source.dtype, self.source.device)
-        return [*self.source.samples(), *ones]
+        """Return sample tensors for all inputs of the program. The numbers that stages request are 1."""
+        own, device = self.source.inputs, self.source.device
+        return [_sample(kind, device, float(name not in own)) for name, kind in self.inputs.items()]
 
-    def numbers(self, step: int, run_step: int) -> tuple[Tensor, ...]:
-        """Return the last inputs of the program as tensors: scheduled numbers, then the numbers that stages request.
+    def ordered(self, given: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the inputs of the program as a list, from tensors by name."""
+        return [given[name] for name in self.inputs]
+
+    def numbers(self, step: int, run_step: int) -> dict[str, Tensor]:
+        """Return the inputs `numbered` by name: scheduled numbers and the numbers that stages request.
 
         step: step count of the blocks, from which the requested numbers are computed.
         run_step: step of the run, from which the scheduled numbers are computed.
         """
-        asked = self._asked.row(step) if self.asked else ()
-        return (*self._scheduled.row(run_step), *asked) if self.source.schedules.of_numbers else asked
+        return {**self._scheduled.row(run_step), **self._asked.row(step)}
 
     def host_numbers(self, step: int, run_step: int) -> list[float]:
-        """Return the same numbers as the method `numbers`, as floats on the host."""
-        asked = self._on_host.row(step) if self.asked else ()
-        return [*self.source.schedules.at(run_step), *map(float, asked)]
+        """Return the same numbers as the method `numbers`, as floats on the host, in the order of `numbered`."""
+        return [*self.source.schedules.at(run_step), *map(float, self._on_host.row(step).values())]
 
     def eager(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the program without compilation, kernel by kernel, on the inputs of `compiled`."""
-        first = len(tensors) - len(self.asked)
-        numbers = iter(tensors[first:])
-        return self.source.run(tensors[:first], lambda number: next(numbers), [])
+        given = dict(zip(self.inputs, tensors, strict=True))
+        asked = iter(tensors[len(self.source.inputs) :])
+        return self.source.run(given, lambda number: next(asked), [])
 
     def _answers(self, steps: range) -> Tensor:
         at = torch.tensor(steps, dtype=torch.float64, device="cpu")
@@ -493,18 +450,18 @@ class Program:
         rows = [self.source.schedules.at(step) for step in steps]
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
-    def write_numbers(self, write: WriteNumbers) -> list[Tensor]:
-        """Return the numbers of a write as tensors on the device, in the dtype of the program.
+    def write_numbers(self, write: WriteNumbers) -> dict[str, Tensor]:
+        """Return the numbers of a write by name, as tensors on the device, in the dtype of the program.
 
         A cache keeps the tensors of recent writes whose numbers are floats. The values of tensors may change.
         """
         if any(isinstance(x, Tensor) for x in write):
             like = torch.empty((), dtype=self.source.dtype, device=self.source.device)
-            return [number_like(x, like) for x in write]
+            return {name: number_like(x, like) for name, x in zip(write._fields, write, strict=True)}
         if write not in self._writes:
             self._writes = {} if len(self._writes) == _SPAN else self._writes
-            values = torch.tensor(write, dtype=self.source.dtype, device="cpu")
-            self._writes[write] = list(upload(values, self.source.device).unbind())
+            values = upload(torch.tensor(write, dtype=self.source.dtype, device="cpu"), self.source.device)
+            self._writes[write] = dict(zip(write._fields, values.unbind(), strict=True))
         return self._writes[write]
 
 
@@ -514,23 +471,27 @@ class _Table:
 
     Steps are grouped in fixed spans of 64. The numbers of a span are computed together and uploaded by one copy.
 
-    rows: function that computes the k numbers of each of n steps on the host, `[n, k]`.
+    names: names of the k numbers.
+    rows: function that computes the k numbers of each of n steps on the host, `[n, k]`. It is not called if k = 0.
     """
 
+    names: tuple[str, ...]
     rows: Callable[[range], Tensor]
     device: torch.device
-    _kept: tuple[int, list[tuple[Tensor, ...]]] | None = None
+    _kept: tuple[int, list[dict[str, Tensor]]] | None = None
 
-    def row(self, step: int) -> tuple[Tensor, ...]:
-        """Return the k numbers that `rows` computes for a step, as 0-d tensors on the device."""
+    def row(self, step: int) -> dict[str, Tensor]:
+        """Return the k numbers that `rows` computes for a step by name, as 0-d tensors on the device."""
+        if not self.names:
+            return {}
         start = step - step % _SPAN
         if self._kept is None or self._kept[0] != start:
             table = upload(self.rows(range(start, start + _SPAN)), self.device)
-            self._kept = start, [row.unbind() for row in table.unbind()]
+            self._kept = start, [dict(zip(self.names, row.unbind(), strict=True)) for row in table.unbind()]
         return self._kept[1][step - start]
 
 
-_PROGRAMS: dict[tuple[Any, ...], Program] = {}
+_PROGRAMS: dict[Hashable, Program] = {}
 
 
 def program_of(source: ProgramSource) -> Program:
@@ -539,8 +500,8 @@ def program_of(source: ProgramSource) -> Program:
     Raises ValueError if the update cannot be traced, RuntimeError if Inductor cannot compile the program, for example
     because there is no C++ compiler.
     """
-    same = (type(source), source.same())
-    if same not in _PROGRAMS:
+    key = _key(source)
+    if key not in _PROGRAMS:
         with _logged(source):
             try:
                 program = Program(source)
@@ -549,8 +510,8 @@ def program_of(source: ProgramSource) -> Program:
                 path = f"{source.path}.compile".lstrip(".")
                 raise ValueError(f"{path}: the steps of this update cannot be traced: {error}") from error
             assert program.compiled is not None
-        _PROGRAMS[same] = program
-    return _PROGRAMS[same]
+        _PROGRAMS[key] = program
+    return _PROGRAMS[key]
 
 
 @contextmanager

@@ -162,9 +162,11 @@ def test_numbers_of_a_step_do_not_depend_on_the_steps_before() -> None:
     write = WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0)
     going = traced.Program(source)
     for step in (1, 2, 63, 64, 65, 1000):
-        found, new = torch.stack([*going.write_numbers(write), *going.numbers(step, 1)]), traced.Program(source)
-        again = [*new.write_numbers(write), *new.numbers(step, 1)]
-        assert torch.equal(found, torch.stack(again))
+        found, again = (
+            torch.stack([*own.write_numbers(write).values(), *own.numbers(step, 1).values()])
+            for own in (going, traced.Program(source))
+        )
+        assert torch.equal(found, again)
         # 1 - b^t loses up to four digits of float64 where b = 0.999 and t = 1
         wanted = torch.tensor([*write, 1 - 0.9**step, (1 - 0.999**step) ** 0.5], dtype=torch.float64)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
@@ -288,7 +290,7 @@ def test_entries_do_not_depend_on_their_place(dtype: torch.dtype) -> None:
     program = traced.program_of(_adamw(dtype))
     tensors = [normal(1, 4096, 1, seed=i).to(dtype).square() for i in range(4)]
     write = WriteNumbers(0.01, 0.999, 0.1, 0.0, 1.0)
-    numbers = [*program.write_numbers(write), *program.numbers(3, 1)]
+    numbers = [*program.write_numbers(write).values(), *program.numbers(3, 1).values()]
     whole = [tensor.clone() for tensor in tensors]
     program.compiled([*whole, *numbers])
     for start in range(20):
@@ -298,8 +300,8 @@ def test_entries_do_not_depend_on_their_place(dtype: torch.dtype) -> None:
             assert all(torch.equal(a, b[:, start : start + length]) for a, b in zip(part, whole, strict=True))
 
 
-def _adamw(dtype: torch.dtype) -> traced.EntryProgram:
-    optimizer = Optimizer([nn.Parameter(torch.zeros(2, 2))], "adamw")
-    recipe, keys = optimizer.recipe, ("update.momentum/m", "update.rms/v")
-    none, place = traced.ScheduledNumbers((), None), torch.device("cpu")
-    return traced.EntryProgram(recipe, "", recipe.weight_decay, 2, keys, dtype, dtype, place, none)
+def _adamw(dtype: torch.dtype) -> traced.ProgramSource:
+    """The source of a program that writes AdamW's updates into parameters with two axes."""
+    optimizer = Optimizer([nn.Parameter(torch.zeros(2, 2, dtype=dtype))], "adamw")
+    (own,) = optimizer.stack_states()
+    return execution._entry_source(own, optimizer.recipe, dtype)
