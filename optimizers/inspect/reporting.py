@@ -31,6 +31,7 @@ from ..stacks.placement import width_factors
 from ..stacks.stack import StackState
 from ..state.param_sets import ParamSets
 from ..state.shown_state import own_state
+from ..step.execution import Chunks, Entries, Fused
 from ..step.spikes import SpikeCounts
 from ..step.step import ParamSet
 from ..write.averaging import Mode
@@ -174,15 +175,13 @@ def fallbacks(param_set: ParamSet) -> dict[int, tuple[str, ...]]:
 
 
 def _fallbacks(own: StackState, param_set: ParamSet, position: int) -> Iterator[str]:
-    how, reason = param_set.execution(own), param_set.execution(own).reason
-    if reason is None and (how.chunks or how.entries) and not param_set.local[position].is_contiguous():
-        reason = "it is not contiguous"
-    if how.not_fused is not None:
-        yield f"not fused: {how.not_fused}"
-    if param_set.recipe.compile and not own.rule.compile and how.adam is None:
+    how, way = param_set.execution(own), "compiled" if own.rule.compile else "in chunks"
+    for other, reason in how.why_not.items():
+        yield f"not {other}: {reason}"
+    if isinstance(how, (Chunks, Entries)) and not param_set.local[position].is_contiguous():
+        yield f"not {way}: it is not contiguous"
+    if param_set.recipe.compile and not own.rule.compile and not isinstance(how, Fused):
         yield f"not compiled: {own.path}.compile is not set, and compile of the recipe is not for parameters of routes"
-    if reason is not None and (own.rule.compile or reason != how.not_fused):
-        yield f"{'not compiled' if own.rule.compile else 'not in chunks'}: {reason}"
 
 
 def unfused_warning(param_sets: Iterable[ParamSet]) -> str:
@@ -190,9 +189,9 @@ def unfused_warning(param_sets: Iterable[ParamSet]) -> str:
     found = dict[str, str]()
     for each in param_sets:
         for own in each.stack_states:
-            if (how := each.execution(own)).adam is None:
+            if not isinstance(how := each.execution(own), Fused):
                 names = (each.names[position] for position in own.stack.param_ids.tolist())
-                found |= dict.fromkeys(names, how.not_fused or "its chain is not Adam's")
+                found |= dict.fromkeys(names, how.why_not.get("fused", "its chain is not Adam's"))
     why = next(iter(found.values()), "")
     return f"fused=True has no effect on {name_some([*found], 1)}: {why}" if found else ""
 
@@ -422,7 +421,7 @@ class ComposedOptimizer(torch.optim.Optimizer):
             count = sum(count for count, how in hows if how.compiled)
             why = "`fallbacks` in routing_table() says why others are not"
             lines.append(f"  compiled: steps of {counted(count, 'parameter')}; {why}")
-        if count := sum(count for count, how in hows if how.adam is not None):
+        if count := sum(count for count, how in hows if isinstance(how, Fused)):
             lines.append(f"  fused: steps of {counted(count, 'parameter')} by torch's kernel of Adam")
         lines += (f"  {line}" for each in sets if each.graphs is not None for line in each.graphs.lines())
         lines += (f"  {line}" for line in (*self.solver_choices(), *self.delays()))

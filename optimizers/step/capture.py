@@ -32,13 +32,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eigengraft.errors import warn_user
 from eigengraft.numerics import upload
+from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe
 from ..stacks.stack import StackState, connected
 from ..write.write import Rates, StepRates, WriteNumbers
 from .exchange import PROVIDERS, Step
-from .program import CHECKED_UPDATES, GraphNumbers
-from .traced import Program
+from .program import CHECKED_UPDATES
+from .traced import Program, StepNumbers
 
 Body = Callable[[], None]
 Signature = list[tuple[Any, ...]]
@@ -100,16 +101,38 @@ PATIENCE = 30
 The first replay is usually the seventh step, after three first updates and three steps that make the graph. It is about
 the twelfth if every second step has a refresh."""
 
-StackNumbers = Mapping[int, GraphNumbers]
-"""Mapping from the index of a stack to the numbers on the device that its programs or its fused kernel read."""
-Programs = Mapping[int, Mapping[torch.dtype | None, Program]]
-"""By index of a stack, `Execution.programs` of the stack."""
-RunStacks = Callable[[Sequence[Sequence[StackState]], Step, NDArray[np.bool_], StackNumbers], None]
+Programs = Sequence[Sequence[Program]]
+"""`Execution.programs` of each stack, by index of the stack."""
+RunStacks = Callable[[Sequence[Sequence[StackState]], Step, NDArray[np.bool_]], None]
 """Function that runs one step of stacks.
 
 Arguments: the stacks, in lists (stacks whose stages sum over the same parameter are in one list); the inputs of the
-step; `[P]`, True for parameters that the step changes; the numbers on the device.
+step; `[P]`, True for parameters that the step changes.
 """
+
+
+class GraphNumbers(StepNumbers):
+    """Numbers of a captured step as tensors on the device. A replay of the graph reads them.
+
+    counts: by index of a stack, the step count of its blocks, 0-d; float32 for a fused kernel, else float64.
+    of_programs: by index of a stack and program, the numbers of the program by name.
+    """
+
+    captured = True
+
+    def __init__(
+        self, counts: Mapping[int, Tensor], of_programs: Mapping[tuple[int, Program], Mapping[str, Tensor]]
+    ) -> None:
+        self.counts, self.of_programs = counts, of_programs
+
+    def count(self, own: StackState, step: int) -> Tensor:
+        return self.counts[own.number]
+
+    def steps(self, own: StackState, context: StepContext) -> Tensor:
+        return self.counts[own.number].to(torch.int64).expand(len(context.steps)).contiguous()
+
+    def inputs(self, own: StackState, program: Program, step: int) -> Mapping[str, Tensor]:
+        return self.of_programs[own.number, program]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -199,6 +222,8 @@ class _Key(NamedTuple):
     groups: for each parameter, the index of the first param group that has the same rates; as bytes.
     zeros: for each rate of weight decay, True if the rate is 0, so that the graph computes no decay.
     decays: weight decays of the stacks that a fused kernel updates. They are constants of the graph.
+    steps: for each stack that a fused kernel updates, the index of the first such stack with the same step count. One
+        call of a kernel updates the stacks with one step count.
     mask: True if there is a mask of usable gradients.
     """
 
@@ -208,6 +233,7 @@ class _Key(NamedTuple):
     groups: bytes
     zeros: tuple[bool, ...]
     decays: tuple[float, ...]
+    steps: tuple[int, ...]
     mask: bool
 
     def changed(self, before: _Key) -> str:
@@ -218,6 +244,7 @@ class _Key(NamedTuple):
         moved |= {"groups": "param groups with equal rates"}
         moved |= {"zeros": "rates of weight decay that are 0", "mask": "whether gradients are masked"}
         moved |= {"decays": "weight decay, which is a constant of a fused kernel,"}
+        moved |= {"steps": "which stacks have the same step count"}
         return next(f"{text} changed" for name, text in moved.items() if getattr(self, name) != getattr(before, name))
 
 
@@ -241,6 +268,8 @@ class CapturedStacks:
     ) -> None:
         self.groups, self.stacks, self._run = list(groups), [own for group in groups for own in group], run
         self.fused = frozenset(fused) & {own.number for own in self.stacks}
+        self._of_kernels = [own for own in self.stacks if own.number in self.fused]
+        self._constant = {own.path for own in self._of_kernels}  # updates whose weight decay is a constant of graphs
         self.device, self.reason = self.stacks[0].stack.device, never(self.stacks, recipe)
         if any(not programs[own.number] and own.number not in self.fused for own in self.stacks):
             self.reason = self.reason or "each of its steps has a refresh, or sums over parameters of other stacks"
@@ -262,7 +291,7 @@ class CapturedStacks:
         for own in self.stacks:
             if own.watched:
                 return "something watches the stages"
-            context, programs = own.context(own.all_blocks, counts, {}), self.programs[own.number].values()
+            context, programs = own.context(own.all_blocks, counts, {}), self.programs[own.number]
             if context.uniform is None:
                 return "blocks are at different updates"
             if context.uniform <= CHECKED_UPDATES or not all(one.suits(context.steps) for one in programs):
@@ -272,6 +301,8 @@ class CapturedStacks:
             masked = own.number in self.fused or (programs and all(one.source.masked for one in programs))
             if step.mask is not None and not masked:
                 return "a mask of gradients that `failure.detect: device` would announce"
+            if own.adds_decay and len(step.rates.alphas(own.path, own.stack.param_ids)) > 1:
+                return "parameters of a stack decay at several rates"
         scales = self._scales(step.rates).values()
         if any(isinstance(x, Tensor) for scale in scales for x in (scale.lr, scale.alpha, scale.rate)):
             return "a rate is a tensor on a device, whose value the host does not know"
@@ -292,7 +323,7 @@ class CapturedStacks:
         counts: `[P]`, number of gradients of each parameter, including the present one.
         held: P tensors, the entries of each parameter that this rank holds.
         """
-        key, before = self._key_of(step, held), self._key
+        key, before = self._key_of(step, counts, held), self._key
         self._fill(step, counts)
         if key == before and self.graph is not None:
             self.graph.replay()
@@ -324,9 +355,8 @@ class CapturedStacks:
             known = self._pairs = alike, pairs
         return {pair: rates.step_rates(pair[0], position) for pair, position in known[1].items()}
 
-    def _key_of(self, step: Step, held: Sequence[Tensor]) -> _Key:
-        positions = self._positions.tolist()
-        paths = {own.path for own in self.stacks if own.number in self.fused}
+    def _key_of(self, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> _Key:
+        positions, steps = self._positions.tolist(), [self._count(own, counts) for own in self._of_kernels]
         scales = self._scales(step.rates).items()
         decays = [(path, float(x)) for (path, _), scale in scales for x in (scale.alpha, scale.gradient_rate)]
         return _Key(
@@ -335,9 +365,15 @@ class CapturedStacks:
             tuple(x.data_ptr() for own in self.stacks for x in own.tensors.values()),
             step.rates.alike.tobytes(),
             tuple(x == 0 for _, x in decays),
-            tuple(x for path, x in decays if path in paths),
+            tuple(x for path, x in decays if path in self._constant),
+            tuple(map(steps.index, steps)),
             step.mask is not None,
         )
+
+    @staticmethod
+    def _count(own: StackState, counts: NDArray[np.int64]) -> int:
+        """Return the step count of the blocks of a stack, all of which are at the same step."""
+        return int(counts[own.stack.param_ids[0]]) - int(own.lagging)
 
     def _fill(self, step: Step, counts: NDArray[np.int64]) -> None:
         """Copy the numbers and the mask of a step to the tensors that graphs read."""
@@ -345,9 +381,9 @@ class CapturedStacks:
         for scale in self._scales(step.rates).values():
             values += map(float, WriteNumbers.of(scale))
         for own in self.stacks:
-            at = int(counts[own.stack.param_ids[0]]) - int(own.lagging)
+            at = self._count(own, counts)
             values.append(float(at))
-            for program in self.programs[own.number].values():
+            for program in self.programs[own.number]:
                 values += program.host_numbers(at, own.run_step)
         numbers = upload(torch.tensor(values, dtype=torch.float64, device="cpu"), self.device)
         self._static = numbers.clone() if self._static is None else self._static.copy_(numbers)
@@ -357,41 +393,32 @@ class CapturedStacks:
     def _body(self, step: Step, moved: NDArray[np.bool_]) -> Body:
         """Return the function that a graph captures. It runs a step with the numbers and mask that `_fill` stored."""
         scales, mask = self._scales(step.rates), None if step.mask is None else self._mask
-        rates = replace(step.rates)
         dtypes = {own.stack.dtype for own in self.stacks} | ({torch.float32} if self.fused else set())
-        widest = torch.float64 if torch.float64 in dtypes else torch.float32
+        # on a CPU, rates as wide as Python's numbers, which kernels round as they round those
+        widest = torch.float64 if torch.float64 in dtypes or self.device.type == "cpu" else torch.float32
 
         def body() -> None:
             assert self._static is not None
             wide = self._static.unbind()
             rounded = {own: self._static.to(own).unbind() for own in dtypes - {torch.float64}} | {torch.float64: wide}
-            at, given = 0, dict[int, GraphNumbers]()
-            of_paths: dict[str, dict[int, slice]] = {path: {} for path, _ in scales}
+            at, replaced = 0, dict[tuple[str, int], StepRates]()
             for (path, group), scale in scales.items():
-                of_paths[path][group] = place = slice(at, at := at + len(WriteNumbers._fields))
-                write = WriteNumbers(*rounded[widest][place])
-                rates._scales[path, group] = replace(
-                    scale,
-                    lr=write.lr,
-                    alpha=write.alpha if scale.alpha else 0.0,
-                    rate=write.rate if scale.gradient_rate else 0.0,
-                    kept=write.shrink if scale.alpha else None,
-                )
+                write = WriteNumbers(*rounded[widest][at : (at := at + len(WriteNumbers._fields))])
+                alpha = scale.alpha if path in self._constant or not scale.alpha else write.alpha
+                rate = scale.rate if path in self._constant or not scale.gradient_rate else write.rate
+                replaced[path, group] = replace(scale, lr=write.lr, alpha=alpha, rate=rate, kept=write.shrink)
+            counts, of_programs = dict[int, Tensor](), dict[tuple[int, Program], dict[str, Tensor]]()
             for own in self.stacks:
-                slices, counted = of_paths[own.path], at
+                counts[own.number] = rounded[torch.float32 if own.number in self.fused else torch.float64][at]
                 at += 1
-                numbers, inputs = rounded[own.stack.dtype], dict[torch.dtype | None, Mapping[str, Tensor]]()
-                count = wide[counted]
-                if own.number in self.fused:
-                    numbers = wide if self.device.type == "cpu" else rounded[torch.float32]
-                    count = rounded[torch.float32][counted]
-                for key, program in self.programs[own.number].items():
+                for program in self.programs[own.number]:
                     places = range(at, at := at + len(program.numbered))
                     named = zip(program.numbered, places, strict=True)
-                    inputs[key] = {name: rounded[program.inputs[name][1]][place] for name, place in named}
-                writes = {group: WriteNumbers(*numbers[place]) for group, place in slices.items()}
-                given[own.number] = GraphNumbers(count, writes, inputs, step.rates)
-            self._run(self.groups, replace(step, rates=rates, mask=mask), moved, given)
+                    of_programs[own.number, program] = {
+                        name: rounded[program.inputs[name][1]][place] for name, place in named
+                    }
+            rates, numbers = step.rates.replaced(replaced), GraphNumbers(counts, of_programs)
+            self._run(self.groups, replace(step, rates=rates, mask=mask, step_numbers=numbers), moved)
 
         return body
 

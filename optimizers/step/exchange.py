@@ -28,6 +28,7 @@ from ..stacks.stack import ActiveBlocks, StackState
 from ..write import IterateStore
 from ..write.write import EntryUpdates, Rates, decayed_gradient
 from .gradients import GivenGradients, GradientSurvey, LocalSurvey
+from .traced import StepNumbers
 
 GatherSource = Literal["gradients", "parameters"] | str
 """Source of blocks: "gradients"; "parameters", the tensors to which weight decay applies; or the name of a signal with
@@ -51,6 +52,7 @@ class Step:
     outputs: by name, signals with a number for each output of a parameter.
     partners: signals for a parameter that is one factor of a matrix product: rows of the other factor, by name of the
         signal and then by position of the parameter.
+    step_numbers: numbers that follow from step counts. A graph that captures the step reads them on the device.
     """
 
     gradients: Sequence[Any]
@@ -64,6 +66,7 @@ class Step:
     matrices: Mapping[str, Sequence[SideMatrix | None]] = field(default_factory=dict)
     outputs: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
     partners: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
+    step_numbers: StepNumbers = field(default_factory=StepNumbers)
 
     def gather(self, blocks: ActiveBlocks) -> Tensor:
         """Return the gradients of blocks as `[n, *block]`. The caller must not write to this tensor."""

@@ -10,17 +10,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain
-from typing import cast
+from typing import ClassVar, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.parameter_sums import parameter_index
-from eigengraft.numerics import active_fake_mode, cached_tensors, number_like
+from eigengraft.numerics import CHUNK, JOINED_IN_KERNEL, VECTOR, active_fake_mode, cached_tensors, number_like
 from eigengraft.signals import asking, known_signals
 from eigengraft.slots import State
 from eigengraft.step_context import TYPICAL_STEP
@@ -31,130 +28,128 @@ from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import WriteNumbers
 from .capture import never
 from .exchange import Step
-from .fused import FusedAdam, fused_adam, moments_of_adam, not_fused
+from .fused import FusedAdam, InPlaceStep, fused_adam, moments_of_adam, not_fused
 from .gradients import leaves_masks
-from .program import GraphNumbers, StackStep, finite_writes, is_checked, move, require_finite
-from .traced import Program, ProgramSource, ScheduledNumbers, program_of, signal_input
+from .program import StackStep, finite_writes, is_checked, move, require_finite
+from .traced import Program, ProgramSource, ScheduledNumbers, StepNumbers, program_of, signal_input
 
-CHUNK_ENTRIES = 1 << 18
-"""Number of entries of a chunk. 2^18 was fastest: with smaller chunks the stages are called too often, and larger
-chunks do not fit into the cache."""
 _LEAST = 1 << 15
 """Number of entries of the smallest block that runs in chunks. Smaller blocks run faster on the whole stack."""
-_VECTOR = 64
-"""Number that divides the number of entries of every chunk. CPU kernels process up to 64 entries at a time, and may
-round a remainder differently. Multiples of 64 leave no remainder, so that chunks do not change results."""
 _SAMPLE = 64
 """Number of entries of a sample block from which a program of entries is traced, for any number of entries."""
-_SMALL = 1 << 14
-"""Blocks with fewer entries are copied into one tensor, so that one call of a compiled program updates all blocks of a
-stack. A call takes about as long as a copy of 2^14 entries."""
+
+
+Way = Literal["fused", "in chunks", "compiled"]
+"""A way in which steps run that is faster than stages on the whole stack."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """The way in which the steps of a stack run.
+    """The way in which the steps of a stack run. In this class, the stages compute directions on the whole stack.
 
-    adam: Adam's chain, if a fused kernel computes the stack. None: no fused kernel computes the stack.
-    not_fused: reason why no fused kernel computes the chain of Adam. None: a kernel computes it, or the chain is not
-        Adam's.
-    chunks: True if the program runs in chunks of each parameter.
-    entries: by dtype of parameters, a compiled program that computes and writes entries.
-    blocks: compiled program of the whole stack. None: the stack has no such program.
-    uncompiled: traced program of the whole stack. It is not compiled: a graph captures its operations, in steps that
-        `entries` cannot compute. None: the stack has no such program.
-    reason: reason why a large stack does not run in chunks, or why a requested program is not compiled. None: neither
-        applies.
+    Subclasses run some steps in another way, and all other steps as this class does.
+
+    program: traced program of the whole stack. It is not compiled, except in `Compiled`: it computes the steps that a
+        graph captures. None: the stack has no such program.
+    why_not: by way, the reason why the steps of the stack do not run in this way.
     """
 
-    adam: FusedAdam | None = None
-    not_fused: str | None = None
-    chunks: bool = False
-    entries: Mapping[torch.dtype, Program] = field(default_factory=dict)
-    blocks: Program | None = None
-    uncompiled: Program | None = None
-    reason: str | None = None
-
-    @cached_property
-    def plain(self) -> bool:
-        """True if every step runs the program on the whole stack, without chunks and without a traced program."""
-        return not (self.chunks or self.entries) and self.blocks is None and self.uncompiled is None
-
-    @cached_property
-    def programs(self) -> Mapping[torch.dtype | None, Program]:
-        """The traced programs that may run in a captured step. Empty: no graph may capture steps of the stack.
-
-        The key None has the program of the whole stack (`blocks` or `uncompiled`). Each dtype has its program in
-        `entries`.
-        """
-        whole = self.blocks or self.uncompiled
-        if whole is None:
-            return {}
-        found: list[tuple[torch.dtype | None, Program]] = [(None, whole), *self.entries.items()]
-        return dict(found)
+    program: Program | None = None
+    why_not: Mapping[Way, str] = field(default_factory=dict)
+    by_parameter: ClassVar[bool] = False
+    """True if every parameter is updated by itself, so that its bits do not depend on other parameters."""
+    compiled: ClassVar[bool] = False
+    """True if the stack has a compiled program."""
 
     @property
-    def by_parameter(self) -> bool:
-        """True if every parameter is updated by itself, so that its bits do not depend on other parameters."""
-        return self.adam is not None or (self.chunks and not self.entries)
+    def programs(self) -> Sequence[Program]:
+        """The traced programs that may run in a captured step. Empty: no graph may capture programs of the stack."""
+        return () if self.program is None else (self.program,)
 
-    @property
-    def compiled(self) -> bool:
-        """True if the stack has a compiled program."""
-        return bool(self.entries) or self.blocks is not None
-
-    def in_place(
-        self,
-        blocks: ActiveBlocks,
-        step: Step,
-        counts: NDArray[np.int64],
-        held: Sequence[Tensor],
-        numbers: GraphNumbers | None = None,
-    ) -> bool:
+    def update(self, blocks: ActiveBlocks, step: InPlaceStep) -> bool:
         """Update active blocks within the memory of their parameters, without a copy in a stack.
 
         Return False, and change nothing, if the blocks cannot be updated in this way in this step.
-
-        counts: `[P]`, number of gradients of each parameter, including the present one.
-        held: P tensors, the entries of each parameter that this rank holds.
-        numbers: numbers that a graph reads on the device. None: no graph captures this step.
         """
-        own = blocks.stack_state
-        masked = all(program.source.masked for program in self.entries.values()) and not self.chunks
-        if not (self.chunks or self.entries) or own.watched or (step.mask is not None and not masked):
-            return False
-        positions = blocks.stack.param_ids.tolist()
-        if not all(held[at].is_contiguous() and step.gradients[at].is_contiguous() for at in positions):
-            return False
-        if self.entries:
-            if not all(program.suits(counts[blocks.stack.param_ids]) for program in self.entries.values()):
-                return False
-            tensors, gradients = [held[at] for at in positions], [step.gradients[at] for at in positions]
-            checked = numbers is None and is_checked(int(counts[positions].min()))
-            with finite_writes(own, tensors, gradients) if checked else nullcontext():
-                _run_entries(blocks, step, counts, held, self.entries, numbers)
-            return True
-        return numbers is None and _run_chunks(blocks, step, counts, held)
+        return False
 
-    def direction(self, step: StackStep) -> Tensor:
-        """Return the directions of a stack, computed by its compiled program if the program can compute this step.
+    def direction(self, step: StackStep, numbers: StepNumbers) -> Tensor:
+        """Return the directions of a stack. In a step that a graph captures, a traced program computes them.
 
-        In a step that a graph captures, a traced program always computes the directions, compiled or not.
+        numbers: numbers of the step that follow from step counts.
         """
-        if step.numbers is not None:
-            program = self.programs[None]
-            given = _block_inputs(program, step)
-            assert given is not None
-            (found,) = program.compiled(given) if self.blocks is not None else program.eager(given)
-            assert isinstance(found, Tensor)
-            return found
-        inputs = None if self.blocks is None else _block_inputs(self.blocks, step)
-        if self.blocks is None or inputs is None:
+        if not numbers.captured:
             return step.direction()
-        (found,) = self.blocks.compiled(inputs)
+        assert self.program is not None
+        inputs = _block_inputs(self.program, step, numbers)
+        assert inputs is not None  # a graph captures only such steps (`CapturedStacks.unfit`)
+        (found,) = self.program.eager(inputs)
+        return found
+
+
+@dataclass(frozen=True)
+class Compiled(Execution):
+    """A compiled program computes the directions of the whole stack, in each step that it suits."""
+
+    compiled = True
+
+    def direction(self, step: StackStep, numbers: StepNumbers) -> Tensor:
+        assert self.program is not None
+        inputs = _block_inputs(self.program, step, numbers)
+        if inputs is None:
+            return step.direction()
+        (found,) = self.program.compiled(inputs)
         assert isinstance(found, Tensor)
         require_finite(found, step.gradient, step.blocks.stack_state.chain_path("update"), step.context)
         return found
+
+
+@dataclass(frozen=True)
+class Fused(Execution):
+    """A fused kernel updates the parameters and their state. `adam` is the chain of the stack."""
+
+    adam: FusedAdam = field(kw_only=True)
+    by_parameter = True
+
+    def update(self, blocks: ActiveBlocks, step: InPlaceStep) -> bool:
+        return step.add(self.adam.at(blocks.stack_state.tensors), blocks)
+
+
+@dataclass(frozen=True)
+class Chunks(Execution):
+    """The stages run in chunks of each parameter, and each chunk is written at once."""
+
+    by_parameter = True
+
+    def update(self, blocks: ActiveBlocks, step: InPlaceStep) -> bool:
+        return step.step.mask is None and _in_memory(blocks, step) and _run_chunks(blocks, step)
+
+
+@dataclass(frozen=True)
+class Entries(Execution):
+    """Compiled programs compute and write entries of parameters. `entries` has the program of each parameter dtype."""
+
+    entries: Mapping[torch.dtype, Program] = field(kw_only=True)
+    compiled = True
+
+    @property
+    def programs(self) -> Sequence[Program]:
+        return () if self.program is None else (self.program, *self.entries.values())
+
+    def update(self, blocks: ActiveBlocks, step: InPlaceStep) -> bool:
+        programs, counts = self.entries.values(), step.counts[blocks.stack.param_ids]
+        if step.step.mask is not None and not all(program.source.masked for program in programs):
+            return False
+        if not _in_memory(blocks, step) or not all(program.suits(counts) for program in programs):
+            return False
+        _run_entries(blocks, step, self.entries)
+        return True
+
+
+def _in_memory(blocks: ActiveBlocks, step: InPlaceStep) -> bool:
+    """Return True if active blocks are contiguous in memory, and nothing watches their stages."""
+    tensors = (x[at] for at in blocks.stack.positions for x in (step.held, step.step.gradients))
+    return not blocks.stack_state.watched and all(x.is_contiguous() for x in tensors)
 
 
 def choose_execution(own: StackState, recipe: Recipe, specs: Sequence[ParamSpec], shared: bool) -> Execution:
@@ -169,15 +164,19 @@ def choose_execution(own: StackState, recipe: Recipe, specs: Sequence[ParamSpec]
     moments = moments_of_adam(own)
     reason = moments and next(chain(not_fused(own, moments, recipe, of_numbers), not_in_place(own, recipe)), None)
     if moments is not None and reason is None:
-        return Execution(adam=fused_adam(own, *moments))
-    how = replace(_choose_program(own, recipe, stored, shared), not_fused=reason)
-    if how.blocks is not None or not _is_captured(own, recipe, shared):
+        return Fused(adam=fused_adam(own, *moments))
+    how = _choose_program(own, recipe, stored, shared)
+    if reason is not None:
+        same = not own.rule.compile and reason in how.why_not.values()
+        how = replace(how, why_not={"fused": reason, **({} if same else how.why_not)})
+    if how.program is not None or not _is_captured(own, recipe, shared):
         return how
     try:
-        return replace(how, uncompiled=Program(_block_source(own, recipe)))
+        program = Program(_block_source(own, recipe))
     except Exception as error:
         where = own.path or "update"
         raise ValueError(f"graph: steps of {where} cannot be captured: {error}; remove graph") from error
+    return Execution(program, how.why_not) if isinstance(how, Chunks) else replace(how, program=program)
 
 
 def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
@@ -203,21 +202,32 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
         return Execution()
     apart = next(not_in_place(own, recipe), None)
     if own.rule.compile:
-        if active_fake_mode() is not None:
-            return Execution(reason="fake tensors have no values")
-        if apart is None and math.prod(own.stack.block) < 2:
-            return Execution(reason="a single number would need a kernel of its own")
-        if any(cadence.interval <= 1 for cadence in own.rule.cadences().values()):
-            return Execution(reason="each of its steps has a refresh, and compiled programs have none")
-        if shared:
-            return Execution(reason="stages sum over parameters that have blocks in several stacks")
+        if reason := _not_compiled(own, apart is None, shared):
+            return Execution(why_not={"compiled": reason})
         _require_traceable(own)
         if apart is None:
-            return Execution(entries={dtype: program_of(_entry_source(own, recipe, dtype)) for dtype in stored})
-        return Execution(blocks=program_of(_block_source(own, recipe)))
-    if apart is None and math.prod(own.stack.block) % _VECTOR and len(own.stack.grids) > 1:
-        apart = f"the size of its blocks is no multiple of {_VECTOR}, and it has several"
-    return Execution(reason=apart) if apart else Execution(chunks=True)
+            return Entries(entries={dtype: program_of(_entry_source(own, recipe, dtype)) for dtype in stored})
+        return Compiled(program_of(_block_source(own, recipe)))
+    if apart is None and math.prod(own.stack.block) % VECTOR and len(own.stack.grids) > 1:
+        apart = f"the size of its blocks is no multiple of {VECTOR}, and it has several"
+    return Execution(why_not={"in chunks": apart}) if apart else Chunks()
+
+
+def _not_compiled(own: StackState, in_place: bool, shared: bool) -> str | None:
+    """Return the reason why a program of a stack is not compiled, or None if it is.
+
+    in_place: True if the program updates parameters in place.
+    shared: True if stages sum over a parameter that also has blocks in other stacks.
+    """
+    reasons = {
+        "fake tensors have no values": active_fake_mode() is not None,
+        "a single number would need a kernel of its own": in_place and math.prod(own.stack.block) < 2,
+        "each of its steps has a refresh, and compiled programs have none": any(
+            cadence.interval <= 1 for cadence in own.rule.cadences().values()
+        ),
+        "stages sum over parameters that have blocks in several stacks": shared,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def not_in_place(own: StackState, recipe: Recipe) -> Iterator[str]:
@@ -322,28 +332,27 @@ def _block_source(own: StackState, recipe: Recipe) -> ProgramSource:
     )
 
 
-def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
+def _block_inputs(program: Program, step: StackStep, numbers: StepNumbers) -> list[Tensor] | None:
     """Return the inputs of a traced program of a stack. Return None if the program cannot compute this step.
 
     The program computes steps in which all blocks are active, with one step count and one decay factor, without a
     refresh and without a watch (an object that observes calls of stages). A step with a mask needs a program that was
     traced with a mask.
+
+    numbers: numbers of the step that follow from step counts.
     """
-    own, context, source, graph = step.blocks.stack_state, step.context, program.source, step.numbers
+    own, context, source = step.blocks.stack_state, step.context, program.source
     if step.blocks.places is not None or own.watched or context.uniform is None:
         return None
     if step.mask is not None and not source.masked:
         return None
-    if graph is None and not program.suits(context.steps):
-        return None
-    if graph is None and any(stage.refreshes(context) for _, stage in own.rule.stages()):
+    if not program.suits(context.steps) or any(stage.refreshes(context) for _, stage in own.rule.stages()):
         return None
     if context.signals.keys() != source.signals.keys():
         return None
     like = step.gradient
     known = {signal_input(name): number_like(x, like).contiguous() for name, x in context.signals.items()}
-    known |= {"gradient": like, **own.tensors, "seeds": context.seed}
-    known["steps"] = context.step if graph is None else graph.step.to(torch.int64).expand(len(like)).contiguous()
+    known |= {"gradient": like, **own.tensors, "seeds": context.seed, "steps": numbers.steps(own, context)}
     if source.parameters is not None:
         known["param_index"] = parameter_index(context.param_ids, like.device)[1]
     if own.width_factors is not None:
@@ -356,8 +365,7 @@ def _block_inputs(program: Program, step: StackStep) -> list[Tensor] | None:
         known |= {"decaying": decaying.contiguous(), "alpha": number_like(alphas[0], like).contiguous()}
     if source.masked:
         known["mask"] = _all_usable(len(like), like.device) if step.mask is None else step.mask
-    known |= program.numbers(context.uniform, own.run_step) if graph is None else graph.inputs[None]
-    inputs = program.ordered(known)
+    inputs = program.ordered({**known, **numbers.inputs(own, program, context.uniform)})
     kinds = zip(inputs, program.inputs.values(), strict=True)
     return inputs if all(x.shape == shape for x, (shape, _) in kinds) else None
 
@@ -368,19 +376,19 @@ def _all_usable(blocks: int, device: torch.device) -> Tensor:
     return torch.ones(blocks, dtype=torch.bool, device=device)
 
 
-def _run_chunks(blocks: ActiveBlocks, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> bool:
+def _run_chunks(blocks: ActiveBlocks, step: InPlaceStep) -> bool:
     """Update active blocks chunk by chunk. The result has the same bits as that of a run on the whole stack.
 
     Return False, and change nothing, if the blocks have different step counts.
     """
     own = blocks.stack_state
-    context = own.context(blocks, counts, {})
+    context = own.context(blocks, step.counts, {})
     if context.uniform is None:
         return False
-    for row, position in zip(blocks.row_numbers, blocks.stack.param_ids.tolist(), strict=True):
-        scale = step.rates.step_rates(own.path, position)
+    for row, position in zip(blocks.row_numbers, blocks.stack.positions, strict=True):
+        scale = step.step.rates.step_rates(own.path, position)
         factors = None if own.width_factors is None else own.width_factors[row]
-        for entries, state in _chunks(own, row, held[position], step.gradients[position]):
+        for entries, state in _chunks(own, row, step.held[position], step.step.gradients[position]):
             move(own.rule, state.scope, entries, context, scale, factors)
     return True
 
@@ -395,35 +403,25 @@ def _chunks(
     """
     shape = (1, -1, *[1] * (len(own.stack.block) - 1))
     slots = [tensor[row] for tensor in own.tensors.values()]
-    parts = [torch.split(tensor.view(shape), CHUNK_ENTRIES, 1) for tensor in (parameter, gradient, *slots)]
+    parts = [torch.split(tensor.view(shape), CHUNK, 1) for tensor in (parameter, gradient, *slots)]
     for entries, given, *some in zip(*parts, strict=True):
         yield (entries, given), State(dict(zip(own.tensors, some, strict=True)), own.stack.block, own.path)
 
 
-def _run_entries(
-    blocks: ActiveBlocks,
-    step: Step,
-    counts: NDArray[np.int64],
-    held: Sequence[Tensor],
-    programs: Mapping[torch.dtype, Program],
-    graph: GraphNumbers | None,
-) -> None:
+def _run_entries(blocks: ActiveBlocks, step: InPlaceStep, programs: Mapping[torch.dtype, Program]) -> None:
     """Update active blocks by compiled programs.
 
     If the blocks are small, and have equal step counts, dtypes, rates and factors, one call updates them all.
 
     programs: compiled program of entries for each dtype of parameters.
-    graph: numbers that a graph reads on the device. None: no graph captures this step.
     """
-    own, ids = blocks.stack_state, blocks.stack.param_ids
-    positions, steps, writes = ids.tolist(), counts[ids].tolist(), _writes(blocks, step, graph)
-    parameters, gradients = [held[at] for at in positions], [step.gradients[at] for at in positions]
+    own, positions, mask = blocks.stack_state, blocks.stack.positions, step.step.mask
+    steps, writes = step.counts[blocks.stack.param_ids].tolist(), _writes(blocks, step.step)
+    parameters, gradients = [step.held[at] for at in positions], [step.step.gradients[at] for at in positions]
     alike = blocks.places is None and len({*steps}) == len({x.dtype for x in parameters}) == len({*writes}) == 1
-    mask: Tensor | None = None
     if programs[parameters[0].dtype].source.masked:
-        mask = _all_usable(len(ids), own.stack.device) if step.mask is None else step.mask[blocks.param_index]
-
-    uploaded = dict[tuple[torch.dtype, WriteNumbers], dict[str, Tensor]]()  # once for all blocks with the same numbers
+        mask = _all_usable(len(positions), own.stack.device) if mask is None else mask[blocks.param_index]
+    of_writes = dict[tuple[torch.dtype, WriteNumbers], dict[str, Tensor]]()  # for all blocks with the same numbers
 
     def numbers(dtype: torch.dtype, write: WriteNumbers, at: int) -> dict[str, Tensor]:
         """Return by name the inputs of a program that are numbers of the write (rates and factor) or of the step.
@@ -432,28 +430,27 @@ def _run_entries(
         at: step count of the blocks.
         """
         program, key = programs[dtype], (dtype, write)
-        if graph is not None:
-            fields = zip(write._fields, cast(tuple[Tensor, ...], write), strict=True)
-            return {**dict(fields), **graph.inputs[dtype]}
-        if key not in uploaded:
-            uploaded[key] = program.write_numbers(write)
-        return {**uploaded[key], **program.numbers(at, own.run_step)}
+        if key not in of_writes:
+            of_writes[key] = program.write_numbers(write)
+        return {**of_writes[key], **step.step.step_numbers.inputs(own, program, at)}
 
-    if alike and math.prod(own.stack.block) < _SMALL and len(parameters) > 1:
-        dtype = parameters[0].dtype
-        given = {**numbers(dtype, writes[0], steps[0]), **({} if mask is None else {"mask": mask})}
-        _run_together(own, parameters, gradients, programs[dtype], given)
-        return
-    shape, masks = _shape(own), [None] * len(parameters) if mask is None else mask.unsqueeze(1).unbind()
-    for row, parameter, gradient, at, write, usable in zip(
-        blocks.row_numbers, parameters, gradients, steps, writes, masks, strict=True
-    ):
-        given = {"parameter": parameter.view(shape), "gradient": gradient.view(shape), **own.entries[row]}
-        given |= numbers(parameter.dtype, write, at)
-        if usable is not None:
-            given["mask"] = usable
-        program = programs[parameter.dtype]
-        program.compiled(program.ordered(given))
+    checked = is_checked(min(steps))
+    with finite_writes(own, parameters, gradients) if checked else nullcontext():
+        if alike and math.prod(own.stack.block) < JOINED_IN_KERNEL and len(parameters) > 1:
+            dtype = parameters[0].dtype
+            given = {**numbers(dtype, writes[0], steps[0]), **({} if mask is None else {"mask": mask})}
+            _run_together(own, parameters, gradients, programs[dtype], given)
+            return
+        shape, masks = _shape(own), [None] * len(parameters) if mask is None else mask.view(-1, 1).unbind()
+        for row, parameter, gradient, at, write, usable in zip(
+            blocks.row_numbers, parameters, gradients, steps, writes, masks, strict=True
+        ):
+            given = {"parameter": parameter.view(shape), "gradient": gradient.view(shape), **own.entries[row]}
+            given |= numbers(parameter.dtype, write, at)
+            if usable is not None:
+                given["mask"] = usable
+            program = programs[parameter.dtype]
+            program.compiled(program.ordered(given))
 
 
 def _run_together(
@@ -477,28 +474,19 @@ def _run_together(
     torch._foreach_copy_([x.view(own.stack.block) for x in parameters], list(after))
 
 
-def _writes(blocks: ActiveBlocks, step: Step, graph: GraphNumbers | None) -> list[WriteNumbers]:
+def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
     """Return for each active block the rates and the factor with which its update is written.
 
     Blocks with equal rates and factors share one object.
-
-    graph: numbers that a graph reads on the device; the result then consists of these tensors. None: no graph captures
-        this step, and the result has the rates of `step`.
     """
     own, ids = blocks.stack_state, blocks.stack.param_ids
     groups = step.rates.alike[ids].tolist()
-    if graph is None:
-        some = dict(zip(groups, ids.tolist(), strict=True))  # a parameter of each group
-        numbers = {group: WriteNumbers.of(step.rates.step_rates(own.path, at)) for group, at in some.items()}
-    else:
-        numbers = dict(graph.writes)
-    if own.width_factors is None or own.host_factors is None:
+    some = dict(zip(groups, blocks.stack.positions, strict=True))  # a parameter of each group
+    numbers = {group: WriteNumbers.of(step.rates.step_rates(own.path, at)) for group, at in some.items()}
+    if own.host_factors is None:
         return [numbers[group] for group in groups]
-    factors: dict[float, float | Tensor] = {factor: factor for factor in own.host_factors}
-    if graph is not None:
-        factors = {factor: own.width_factors[row] for row, factor in enumerate(own.host_factors)}
     kinds = zip(groups, blocks.row_numbers, strict=True)
-    return [numbers[group]._replace(factor=factors[own.host_factors[row]]) for group, row in kinds]
+    return [numbers[group]._replace(factor=own.host_factors[row]) for group, row in kinds]
 
 
 def _shape(own: StackState, blocks: int = 1, rows: bool = False) -> tuple[int, ...]:

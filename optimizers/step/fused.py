@@ -28,7 +28,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.stacks import BYTES_ELSEWHERE, BYTES_ON_CPU
-from eigengraft.numerics import active_fake_mode, fake_mode, over_stacks, per_block, stacked_copies
+from eigengraft.numerics import (
+    CHUNK,
+    JOINED_IN_KERNEL,
+    VECTOR,
+    active_fake_mode,
+    fake_mode,
+    over_stacks,
+    per_block,
+    stacked_copies,
+)
 from eigengraft.preconditioners import FirstMoment, SecondMoment
 from eigengraft.schedules import schedules
 from eigengraft.slots import StateKey
@@ -38,17 +47,7 @@ from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import put
 from .exchange import Step
 from .gradients import leaves_masks
-from .program import GraphNumbers
 
-VECTOR = 64
-"""On a CPU, the kernel receives only tensors whose number of entries is a multiple of 64. It rounds all entries of such
-a tensor alike, because the number of entries of every vector register divides 64."""
-_JOINED = 1 << 14
-"""On a CPU, blocks with fewer entries are copied into one tensor for each stack and updated together. In a call of the
-kernel, one more tensor costs about as much as a copy of 2^14 entries."""
-_PIECE = 1 << 18
-"""Number of entries of a parameter that a CPU copies into another dtype at a time, so that the copy stays in a cache.
-"""
 _DEVICES = ("cpu", "cuda")
 """Device types whose fused kernels are known to compute the formula of Adam's chain."""
 
@@ -117,7 +116,7 @@ def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> Fus
     m, v = (own.tensors[name] for name in names)
     shapes = [grid.shape for _, grid in own.stack.grids]
     rows = [(x.view(shape), y.view(shape)) for x, y, shape in zip(m.unbind(), v.unbind(), shapes, strict=True)]
-    small = own.stack.device.type == "cpu" and math.prod(own.stack.block) < _JOINED and len(rows) > 1
+    small = own.stack.device.type == "cpu" and math.prod(own.stack.block) < JOINED_IN_KERNEL and len(rows) > 1
     return FusedAdam(names, m, v, rows, first.beta, second.beta, second.eps, small, own.host_factors)
 
 
@@ -238,7 +237,7 @@ class _Call:
     lr: learning rate.
     shrink: factor 1 - lr alpha by which the parameters are multiplied after their update, in a separate operation,
         because the kernel decays only before the update. None: no decay follows the update.
-    step: the step as a 0-d float32 tensor on the device, for a captured step. None: the step is `numbers.step`.
+    step: the step as a 0-d float32 tensor on the device.
     entries: tensors of one dtype and equal strides, which the kernel updates in place.
     copied: tensors whose parameter or gradient differs from the state in dtype or strides; the kernel updates copies.
     back: pairs of a parameter and its copy; after the kernel the copy is written back.
@@ -249,7 +248,7 @@ class _Call:
     lr: float | Tensor
     shrink: float | Tensor | None
     device: torch.device
-    step: Tensor | None = None
+    step: Tensor
     entries: list[Entries] = field(default_factory=list)
     copied: list[Entries] = field(default_factory=list)
     back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -265,7 +264,7 @@ class _Call:
             return
         pieces = [(parameter, gradient, m, v)]
         if self.device.type == "cpu" and parameter.is_contiguous() and gradient.is_contiguous():
-            pieces = list(zip(*(torch.split(x.view(-1), _PIECE) for x in pieces[0]), strict=True))
+            pieces = list(zip(*(torch.split(x.view(-1), CHUNK) for x in pieces[0]), strict=True))
         for own in pieces:
             self.copied.append(own)
             self._count(own[2])
@@ -331,9 +330,6 @@ class _Call:
         own, lr = self.numbers, self.lr
         if isinstance(lr, Tensor) and not lr.is_cpu:
             lr = lr.to(torch.float32)
-        step = self.step
-        if step is None:
-            step = torch.full((), float(own.step), dtype=torch.float32, device=self.device)
         kernel = torch._fused_adam_ if own.in_gradient else torch._fused_adamw_
         kernel(
             parameters,
@@ -341,7 +337,7 @@ class _Call:
             m,
             v,
             [],
-            [step] * len(parameters),
+            [self.step] * len(parameters),
             lr=lr,
             beta1=own.beta1,
             beta2=own.beta2,
@@ -377,10 +373,10 @@ def _padded(ends: Sequence[Entries]) -> list[Entries]:
     return [(p, g, m, v)]
 
 
-class FusedStep:
-    """One step of the stacks of a parameter set that fused kernels update.
+class InPlaceStep:
+    """One step of the stacks of a parameter set whose blocks are updated within the memory of their parameters.
 
-    The caller adds all stacks (`add`), then updates them at once (`run`).
+    Stacks that fused kernels update are added (`add`), then updated at once (`run`).
 
     step: gradients and rates of the step.
     counts: `[P]`, number of gradients that each of the P parameters has had, including this step's.
@@ -388,34 +384,32 @@ class FusedStep:
     """
 
     def __init__(self, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> None:
-        self._step, self._counts, self._held = step, counts, held
+        self.step, self.counts, self.held = step, counts, held
         self._calls: dict[_Numbers, _Call] = {}
         self._found: dict[tuple[object, ...], _Call | None] = {}
         self._copies: list[_Copies] = []
         own, group = counts.tolist(), step.rates.same
         self._alike = None if group is None or own.count(own[0]) < len(own) else (group, own[0], 1.0)
 
-    def add(self, adam: FusedAdam, blocks: ActiveBlocks, numbers: GraphNumbers | None = None) -> bool:
+    def add(self, adam: FusedAdam, blocks: ActiveBlocks) -> bool:
         """Add the active blocks of a stack to the calls of fused kernels.
 
         If no fused kernel can compute this stack's step, add nothing and return False.
-
-        numbers: rates and counts as device tensors, for a captured step; None: use the values on the host.
         """
-        stack, gradients = blocks.stack, self._step.gradients
-        chosen = [(rows, self._call(adam, blocks, rows[0], kind, numbers)) for kind, rows in self._kinds(adam, blocks)]
+        stack, gradients = blocks.stack, self.step.gradients
+        chosen = [(rows, self._call(adam, blocks, rows[0], kind)) for kind, rows in self._kinds(adam, blocks)]
         calls = [(rows, call) for rows, call in chosen if call is not None]
         if len(calls) < len(chosen):
             return False
-        held = [self._held[position] for position in stack.positions]
-        if self._step.mask is not None:
-            made = _Copies.of(adam, blocks, self._step.mask, held)
+        held = [self.held[position] for position in stack.positions]
+        if self.step.mask is not None:
+            made = _Copies.of(adam, blocks, self.step.mask, held)
             if sum(copies.nbytes for copies in (made, *self._copies)) > _copy_limit(stack.device):
                 self.run()  # of the stacks before
             self._copies.append(made)
         if adam.small and blocks.places is None and len(calls) == 1:
             # contiguous, because joining tensors in the format channels_last gives that format
-            ours, given = stack.gather(self._held).contiguous(), self._step.gather(blocks).contiguous()
+            ours, given = stack.gather(self.held).contiguous(), self.step.gather(blocks).contiguous()
             calls[0][1].add_stack(held, (ours, given, adam.first, adam.second))
             return True
         places = blocks.row_numbers
@@ -442,14 +436,12 @@ class FusedStep:
         own = [1.0] * len(ids) if factors is None else [factors[place] for place in blocks.row_numbers]
         kinds: dict[_Kind, list[int]] = {}
         for row, kind in enumerate(
-            zip(self._step.rates.alike[ids].tolist(), self._counts[ids].tolist(), own, strict=True)
+            zip(self.step.rates.alike[ids].tolist(), self.counts[ids].tolist(), own, strict=True)
         ):
             kinds.setdefault(kind, []).append(row)
         return kinds.items()
 
-    def _call(
-        self, adam: FusedAdam, blocks: ActiveBlocks, row: int, kind: _Kind, numbers: GraphNumbers | None
-    ) -> _Call | None:
+    def _call(self, adam: FusedAdam, blocks: ActiveBlocks, row: int, kind: _Kind) -> _Call | None:
         """Return the call of a fused kernel to which the blocks of one kind are added.
 
         Blocks of several stacks share a call if all their numbers are equal. A call is made at its first use. Return
@@ -459,26 +451,22 @@ class FusedStep:
         kind: numbers that the blocks share. They include a factor of the learning rate, which must not change how fast
             parameters decay. The kernel multiplies its weight decay by the learning rate, and so it receives the weight
             decay divided by the factor.
-        numbers: rates and step count as device tensors, for a captured step; None: use the values on the host.
         """
         path, (group, step, factor) = blocks.stack_state.path, kind
-        if numbers is not None:
-            group = int(numbers.rates.alike[blocks.stack.positions[row]])
-        key = (path, group, step, factor, id(numbers), adam.constants)
+        key = (path, group, step, factor, adam.constants)
         if key not in self._found:
-            rates = self._step.rates if numbers is None else numbers.rates
-            scale = rates.step_rates(path, blocks.stack.positions[row])
+            scale = self.step.rates.step_rates(path, blocks.stack.positions[row])
             self._found[key] = None
             if not isinstance(scale.alpha, Tensor):
-                lr, shrink = (scale.lr, scale.shrink) if numbers is None else numbers.writes[group][:2]
-                in_gradient, after = scale.decay.in_gradient, scale.decay.after
+                lr, in_gradient, after = scale.lr, scale.decay.in_gradient, scale.decay.after
                 decay = float(scale.gradient_rate if in_gradient else scale.alpha / factor)
                 rate = (id(lr), factor) if isinstance(lr, Tensor) else lr * factor
                 own = _Numbers(rate, decay, in_gradient, after, step, *adam.constants)
-                rate_of_call = lr if factor == 1 else lr * factor
-                at = None if numbers is None else numbers.step
-                new = _Call(own, rate_of_call, shrink if after and decay else None, adam.first.device, at)
-                self._found[key] = self._calls.setdefault(own, new)
+                if own not in self._calls:
+                    shrink = scale.shrink if after and decay else None
+                    at = self.step.step_numbers.count(blocks.stack_state, step)
+                    self._calls[own] = _Call(own, lr if factor == 1 else lr * factor, shrink, adam.first.device, at)
+                self._found[key] = self._calls[own]
         return self._found[key]
 
 

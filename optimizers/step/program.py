@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import UpdateRule
 from ..stacks.stack import ActiveBlocks, StackState, connected
-from ..write.write import Rates, StepRates, WriteNumbers, after_write, decayed_gradient, with_decay, write
+from ..write.write import Rates, StepRates, after_write, decayed_gradient, with_decay, write
 
 _T = TypeVar("_T")
 ChainName = Literal["update", "after_decay"]
@@ -169,24 +169,6 @@ def plus_decay(parameters: Tensor, found: Tensor, scale: StepRates) -> Tensor:
     return with_decay([found], [parameters], scale)[0]
 
 
-class GraphNumbers(NamedTuple):
-    """Numbers on the device for the captured step of a stack. A replay of the graph reads them.
-
-    step: step count of the blocks, 0-d; float32 for a fused kernel, else float64.
-    writes: numbers of the write as 0-d tensors, by index of the group of parameters with equal rates (`Rates.alike`).
-        Their factor is 1, because factors of blocks are applied apart from them. The dtype is that of the stack; for a
-        fused kernel it is float64 on a CPU, else float32.
-    inputs: numbers of the step by name (`Program.numbers`), by the key of the program in `Execution.programs`.
-    rates: rates on the host at the time of the capture. A graph of fused kernels contains their weight decays as
-        constants.
-    """
-
-    step: Tensor
-    writes: Mapping[int, WriteNumbers]
-    inputs: Mapping[torch.dtype | None, Mapping[str, Tensor]]
-    rates: Rates
-
-
 @dataclass(frozen=True)
 class StackStep:
     """One step of the n active blocks of a stack.
@@ -197,7 +179,6 @@ class StackStep:
     context: step counts, corrections and signals of the blocks.
     rates: learning rate and weight decay of each parameter.
     decaying: tensors `[n, *block]` whose weight decay is added to directions. None: no decay is added to directions.
-    numbers: numbers that a graph reads on the device. None: no graph captures this step.
     """
 
     blocks: ActiveBlocks
@@ -206,7 +187,6 @@ class StackStep:
     context: StepContext
     rates: Rates
     decaying: Tensor | None = None
-    numbers: GraphNumbers | None = None
 
     def state(self, chain: ChainName) -> State:
         """Return the state that a chain reads and writes in one call."""

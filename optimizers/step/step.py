@@ -26,14 +26,15 @@ from ..stacks.stack import ActiveBlocks, StackState, active_blocks, build
 from ..write import IterateStore, ParameterUpdate
 from ..write.averaging import Mode
 from ..write.write import EntryUpdates, Hyper, Rates, write
-from .capture import Graphs, StackNumbers
+from .capture import Graphs
 from .exchange import LocalExchange, Step, decay_source, find_signals
-from .execution import Execution, choose_execution
-from .fused import FusedStep
+from .execution import Execution, Fused, choose_execution
+from .fused import InPlaceStep
 from .gradients import FiniteCheck, GivenGradients, GradientCheck, LossScale, read_answers
 from .offload import OffloadedState
-from .program import GraphNumbers, StackStep, run_together, sharing_sums
+from .program import StackStep, run_together, sharing_sums
 from .rank_exchange import RankExchange
+from .traced import StepNumbers
 
 _is_none = partial(is_, None)
 
@@ -97,8 +98,8 @@ class ParamSet:
             choose_execution(own, recipe, [specs[at] for at, _ in own.stack.grids], own.number in shared)
             for own in self.stack_states
         ]
-        programs = {number: how.programs for number, how in enumerate(self.executions)}
-        fused = {number for number, how in enumerate(self.executions) if how.adam is not None}
+        programs = [how.programs for how in self.executions]
+        fused = {number for number, how in enumerate(self.executions) if isinstance(how, Fused)}
         self.graphs = Graphs(self.together, recipe, programs, fused, self._run) if recipe.graph else None
         constraints, paths = {at: rule.constraints for at, rule in self.rules.items()}, [spec.path for spec in specs]
         squaring = {path for path, update in self.rules.items() if update.squares()}
@@ -294,25 +295,17 @@ class ParamSet:
         if self.graphs is not None:
             groups = self.graphs.run(step, moved, self.step_counts, self.local)
         if groups or self.graphs is None:
-            self._run(groups, step, moved, {})
+            self._run(groups, step, moved)
 
-    def _run(
-        self,
-        groups: Sequence[Sequence[StackState]],
-        step: Step,
-        moved: NDArray[np.bool_],
-        numbers: StackNumbers,
-    ) -> None:
+    def _run(self, groups: Sequence[Sequence[StackState]], step: Step, moved: NDArray[np.bool_]) -> None:
         """Run one step of stacks.
 
         groups: the stacks, in lists. Stacks whose stages sum over the same parameter are in one list.
         moved: `[P]`, True for parameters that the step changes.
-        numbers: for each stack whose step is captured by a graph, by index: the numbers on the device that the graph
-            reads.
         """
         stacks = [own for states in groups for own in states]
         self.exchange.begin(step, stacks, moved, partial(self._write, step=step, moved=moved))
-        fused = FusedStep(step, self.step_counts, self.local)
+        in_place = InPlaceStep(step, self.step_counts, self.local)
         active: NDArray[np.bool_] | None = None
         first: NDArray[np.bool_] | None = None
         if moved is not step.active or not self._all_nonempty:
@@ -321,58 +314,40 @@ class ParamSet:
             self.offloaded.schedule(groups, step.active)
         for states in groups:
             if self.offloaded is None:
-                self._run_group(active_blocks(states, active, first), step, numbers, fused)
+                self._run_group(active_blocks(states, active, first), in_place)
                 continue
             with self.offloaded.held(states):
-                self._run_group(active_blocks(states, active, first), step, numbers, fused)
-                fused.run()
-        fused.run()
+                self._run_group(active_blocks(states, active, first), in_place)
+                in_place.run()
+        in_place.run()
         self.exchange.finish()
 
-    def _run_group(
-        self,
-        chosen: Sequence[tuple[Sequence[ActiveBlocks], bool]],
-        step: Step,
-        numbers: StackNumbers,
-        fused: FusedStep,
-    ) -> None:
+    def _run_group(self, chosen: Sequence[tuple[Sequence[ActiveBlocks], bool]], in_place: InPlaceStep) -> None:
         """Run one step of stacks that need the same sums over whole parameters, such as norms over all blocks.
 
         chosen: pairs of `active_blocks`.
-        numbers: numbers that graphs read on the device, as in `_run`.
-        fused: step of the fused kernels. Stacks that the kernels update are added to it, and the caller runs it later.
+        in_place: step of the stacks that are updated within the memory of their parameters. Stacks of fused kernels are
+            added to it, and the caller runs it later.
         """
         for together, priming in chosen:
             blocks, how = together[0], self.execution(together[0].stack_state)
-            if how.adam is not None:
-                own = blocks.stack_state
-                if own.watched:
-                    self._stack_step(blocks, step, None).rehearse()
-                if fused.add(how.adam.at(own.tensors), blocks, numbers.get(own.number)):
-                    continue
-            given, whole = numbers.get(blocks.stack_state.number), len(together) > 1 or how.plain
-            if whole or not how.in_place(blocks, step, self.step_counts, self.local, given):
-                self._advance(together, step, priming, numbers)
+            if isinstance(how, Fused) and blocks.stack_state.watched:
+                self._stack_step(blocks, in_place.step).rehearse()
+            if len(together) > 1 or not how.update(blocks, in_place):
+                self._advance(together, in_place.step, priming)
 
-    def _advance(
-        self,
-        together: Sequence[ActiveBlocks],
-        step: Step,
-        priming: bool,
-        numbers: StackNumbers,
-    ) -> None:
+    def _advance(self, together: Sequence[ActiveBlocks], step: Step, priming: bool) -> None:
         """Compute and deliver the directions of blocks whose stages sum over the same parameters.
 
         together: active blocks of each stack.
         priming: True if the gradient only initializes statistics, and no parameter changes.
-        numbers: numbers that a graph reads, as in `_run`.
         """
-        steps = [self._stack_step(blocks, step, numbers.get(blocks.stack_state.number)) for blocks in together]
+        steps = [self._stack_step(blocks, step) for blocks in together]
         contexts = [one.context for one in steps]
         if priming:
             run_together(steps, StackStep.prime)
         else:
-            found = run_together(steps, self._direction)
+            found = run_together(steps, partial(self._direction, numbers=step.step_numbers))
             del steps  # and with them the gathered gradients, which the write does not need
             for blocks, direction in zip(together, found, strict=True):
                 if self.offloaded is not None:
@@ -396,20 +371,16 @@ class ParamSet:
         if bad := own.failing(wait):
             self.exchange.report_failed_roots(own.path, bad)
 
-    def _stack_step(self, blocks: ActiveBlocks, step: Step, numbers: GraphNumbers | None) -> StackStep:
-        """Return the step of one stack, with gathered gradients and signals.
-
-        numbers: numbers of a graph, as in `StackStep`.
-        """
+    def _stack_step(self, blocks: ActiveBlocks, step: Step) -> StackStep:
+        """Return the step of one stack, with gathered gradients and signals."""
         gradient = self.exchange.gather(blocks, "gradients")
         context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, step, self.exchange))
         mask = None if step.mask is None else step.mask[blocks.param_index]
         decaying = self._decaying(blocks, context, step.rates)
-        return StackStep(blocks, gradient, mask, context, step.rates, decaying, numbers)
+        return StackStep(blocks, gradient, mask, context, step.rates, decaying)
 
-    def _direction(self, step: StackStep) -> Tensor:
-        how = self.execution(step.blocks.stack_state)
-        return step.direction() if how.plain else how.direction(step)
+    def _direction(self, step: StackStep, numbers: StepNumbers) -> Tensor:
+        return self.execution(step.blocks.stack_state).direction(step, numbers)
 
     def _decaying(self, blocks: ActiveBlocks, context: StepContext, rates: Rates) -> Tensor | None:
         """Return the tensors whose weight decay is added to directions. Return None if no decay is added to them."""

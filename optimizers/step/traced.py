@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property, partial
 from threading import Timer
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -26,12 +26,13 @@ from torch.overrides import TorchFunctionMode
 from eigengraft.blocking.parameter_sums import sums_over
 from eigengraft.component import Component
 from eigengraft.errors import ContractError, warn_user
-from eigengraft.numerics import number_like, upload
+from eigengraft.numerics import upload
 from eigengraft.schedules import NO_POWER, Schedule, extremes, value_at, with_numbers
 from eigengraft.slots import EncodedSlot, State, StateKey, Storage
 from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
 
 from ..recipe.recipe import UpdateRule
+from ..stacks.stack import StackState
 from ..write.write import StepRates, WeightDecay, WriteNumbers
 from .program import add_decay, direction, move, plus_decay
 
@@ -347,7 +348,7 @@ class _NothingDue(dict[int, tuple[()]]):
         return ()
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """A traced program, with the functions that compute its inputs for a step.
 
@@ -367,7 +368,7 @@ class Program:
     _on_host: _Table = field(init=False)
     _asked: _Table = field(init=False)
     _scheduled: _Table = field(init=False)
-    _writes: dict[WriteNumbers, dict[str, Tensor]] = field(default_factory=dict, init=False)
+    _constants: dict[tuple[float | Tensor, ...], tuple[Tensor, ...]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         source = self.source
@@ -453,16 +454,46 @@ class Program:
     def write_numbers(self, write: WriteNumbers) -> dict[str, Tensor]:
         """Return the numbers of a write by name, as tensors on the device, in the dtype of the program.
 
-        A cache keeps the tensors of recent writes whose numbers are floats. The values of tensors may change.
+        A cache keeps the tensors of recent floats. The values of numbers that are tensors may change.
         """
-        if any(isinstance(x, Tensor) for x in write):
-            like = torch.empty((), dtype=self.source.dtype, device=self.source.device)
-            return {name: number_like(x, like) for name, x in zip(write._fields, write, strict=True)}
-        if write not in self._writes:
-            self._writes = {} if len(self._writes) == _SPAN else self._writes
-            values = upload(torch.tensor(write, dtype=self.source.dtype, device="cpu"), self.source.device)
-            self._writes[write] = dict(zip(write._fields, values.unbind(), strict=True))
-        return self._writes[write]
+        if not any(isinstance(x, Tensor) for x in write):
+            return dict(zip(write._fields, self._uploaded(write), strict=True))
+        dtype, device = self.source.dtype, self.source.device
+        tensors = (x.to(device, dtype) if isinstance(x, Tensor) else self._uploaded((x,))[0] for x in write)
+        return dict(zip(write._fields, tensors, strict=True))
+
+    def _uploaded(self, numbers: tuple[float | Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return floats as cached 0-d tensors on the device."""
+        if numbers not in self._constants:
+            self._constants = {} if len(self._constants) == _SPAN else self._constants
+            values = torch.tensor(numbers, dtype=self.source.dtype, device="cpu")
+            self._constants[numbers] = upload(values, self.source.device).unbind()
+        return self._constants[numbers]
+
+
+class StepNumbers:
+    """The numbers of a step that follow from step counts. This class computes them on the host.
+
+    captured: True if a graph captures the step, so that traced programs must compute it, and their numbers must be
+        tensors that are filled before each replay.
+    """
+
+    captured: ClassVar[bool] = False
+
+    def count(self, own: StackState, step: int) -> Tensor:
+        """Return the step count of blocks of a stack as a 0-d float32 tensor on the device, for a fused kernel."""
+        return torch.full((), float(step), dtype=torch.float32, device=own.stack.device)
+
+    def steps(self, own: StackState, context: StepContext) -> Tensor:
+        """Return the step of each active block of a stack, int64 `[n]` on the device."""
+        return context.step
+
+    def inputs(self, own: StackState, program: Program, step: int) -> Mapping[str, Tensor]:
+        """Return the inputs `Program.numbered` of a program of a stack by name.
+
+        step: step count of the blocks.
+        """
+        return program.numbers(step, own.run_step)
 
 
 @dataclass

@@ -333,6 +333,15 @@ class Rates:
             self._scales[path, group] = StepRates(lr, alpha, decay, rate)
         return self._scales[path, group]
 
+    def replaced(self, scales: Mapping[tuple[str, int], StepRates]) -> Rates:
+        """Return a copy in which other numbers replace those of some parameters.
+
+        scales: the numbers, by (path of an update in the recipe, index of a param group as in `alike`).
+        """
+        found = replace(self)
+        found._scales.update(scales)
+        return found
+
     def alphas(self, path: str, positions: NDArray[np.int64]) -> list[float | Tensor]:
         """Return the decay factors of parameters with their update at `path`.
 

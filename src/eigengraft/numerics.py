@@ -473,9 +473,18 @@ def on_host(function: Callable[..., tuple[Tensor, ...]], x: Tensor) -> tuple[Ten
     return tuple(upload(found, x.device) for found in function(HostCopy(x).wait()))
 
 
-_SMALL = 4096
+JOINED = 1 << 12
 """Largest number of entries of a small tensor. A CPU is faster if it copies several small tensors into one, because it
-then calls fewer kernels."""
+then calls fewer kernels. For larger tensors the copies take longer than the calls that they save (measured)."""
+JOINED_IN_KERNEL = 1 << 14
+"""Number of entries below which a CPU copies blocks into one tensor, if one call of a fused or compiled kernel then
+updates them all. One more tensor or call of such a kernel costs about as much as a copy of 2^14 entries."""
+CHUNK = 1 << 18
+"""Number of entries of a parameter that a CPU updates or copies at a time. 2^18 was fastest: smaller chunks need more
+calls, and larger chunks do not fit into the cache."""
+VECTOR = 64
+"""A number that the number of entries of every vector register of a CPU divides. A kernel rounds all entries of a
+tensor alike if their number is a multiple of it, and may round the last entries of any other tensor differently."""
 
 
 def scale_tensors_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
@@ -536,7 +545,7 @@ def equal_stacks(*columns: Sequence[Tensor] | Tensor) -> Iterator[tuple[list[int
     lists = [column for column in columns if not isinstance(column, Tensor)]
     kinds: dict[object, list[int]] = {}
     for index, row in enumerate(zip(*lists, strict=True)):
-        alone = row[0].is_cpu and row[0].numel() > _SMALL
+        alone = row[0].is_cpu and row[0].numel() > JOINED
         kinds.setdefault((index if alone else -1, *((x.shape, x.dtype) for x in row)), []).append(index)
     for indices in kinds.values():
         stacks = [_stacked(column, indices) for column in lists]
@@ -644,7 +653,7 @@ def differs_from_rounded(values: Sequence[Tensor], rounded: Sequence[Tensor]) ->
         equal.setdefault((x.dtype, x.shape), []).append(index)
     found = []
     for (dtype, shape), own in equal.items():
-        for some in [own] if shape.numel() <= _SMALL and len(own) > 1 else [[index] for index in own]:
+        for some in [own] if shape.numel() <= JOINED and len(own) > 1 else [[index] for index in own]:
             wide, held = ((_stacked(tensors, some)) for tensors in (values, rounded))
             if not _same_bits(wide.to(dtype), held):
                 found += some
@@ -667,7 +676,7 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     """Return True if two tensors of 16-bit numbers are equal. Large ones are compared as 64-bit numbers, which is
     faster.
     """
-    if x.numel() > _SMALL and x.is_contiguous() and y.is_contiguous() and x.numel() % 4 == y.storage_offset() % 4 == 0:
+    if x.numel() > JOINED and x.is_contiguous() and y.is_contiguous() and x.numel() % 4 == y.storage_offset() % 4 == 0:
         x, y = x.view(-1).view(torch.int64), y.view(-1).view(torch.int64)
     return torch.equal(x, y)
 

@@ -106,6 +106,30 @@ def test_replayed_steps_are_the_steps_as_they_are(name: str, recording: Recordin
     assert f"graph: {len(captured.optimizer.stack_states())} of" in str(captured.optimizer)
 
 
+def test_stacks_of_a_fused_kernel_that_come_to_different_steps_have_another_graph(recording: Recording) -> None:
+    """One call of the kernel has one step count, which the graph of the steps before would use for all stacks."""
+    plain, captured = (Steps({"base": "adamw", "graph": graph}) for graph in (False, True))
+    for run in (plain, captured):
+        run.step(8)
+        kept, run.held[2].grad = run.held[2].grad, None
+        run.step()
+        run.held[2].grad = kept
+        run.step(4)
+    assert [graph.replays for graph in recording.graphs] == [3, 2]
+    assert captured.graphs.left["which stacks have the same step count changed"] == 1
+    require_close(plain, captured)
+
+
+def test_a_stack_with_several_rates_of_decay_after_its_stages_is_not_captured(recording: Recording) -> None:
+    """A program has one decay factor for all blocks."""
+    changes = RECIPES["decay after stages"]
+    plain, captured = (Steps({**changes, "graph": graph}, groups=2) for graph in (False, True))
+    for run in (plain, captured):
+        run.step(6)
+    assert not recording.graphs and captured.graphs.left["parameters of a stack decay at several rates"] == 3
+    require_close(plain, captured)
+
+
 @pytest.mark.parametrize("compiled", ["adamw", "muon"])
 def test_compiled_programs_are_captured(compiled: str, recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "generate", lambda graph, symbolic: lambda tensors: graph(*tensors))
@@ -165,10 +189,10 @@ def test_a_captured_step_updates_entries_in_place_with_the_bits_of_a_compiled_st
     name: str, dtype: torch.dtype, small: int, recording: Recording, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two rates that change, then with a gradient of nan, and without a gradient."""
-    monkeypatch.setattr(execution, "_SMALL", small)
+    monkeypatch.setattr(execution, "JOINED_IN_KERNEL", small)
     plain, captured = (Steps({**COMPILED[name], "compile": True, "graph": graph}, dtype, 2) for graph in (False, True))
     (param_set,) = captured.optimizer.param_sets
-    assert all(how.entries for how in param_set.executions)
+    assert all(isinstance(how, execution.Entries) for how in param_set.executions)
     places = [x.data_ptr() for x in captured.values()]
     calls.clear()  # of the samples that programs are tried with
     plain.step(10)
@@ -215,7 +239,7 @@ def test_a_captured_step_of_entries_launches_its_programs_alone(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside them it makes only views, and no copy of gradients, state or parameters. One copy uploads its numbers."""
-    monkeypatch.setattr(execution, "_SMALL", 0)
+    monkeypatch.setattr(execution, "JOINED_IN_KERNEL", 0)
     views = {"aten::unbind", "aten::view", "aten::detach", "aten::index", "aten::select", "aten::slice", "aten::alias"}
     found, values = Recording(), list[list[Tensor]]()
     for graph in (False, True):

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage, State, StepContext, compose, load_recipe
 from eigengraft.optimizers.step import execution, traced
-from eigengraft.optimizers.step.execution import Execution
+from eigengraft.optimizers.step.execution import Compiled
 from eigengraft.optimizers.step.program import StackStep
+from eigengraft.optimizers.step.traced import StepNumbers
 
 from ..processes import run
 from ..recipes import BROAD
@@ -35,13 +36,13 @@ def compiled(recipe: str) -> Any:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Updates in which a traced program has run on a stack, each beside the same step as it is."""
-    seen, run = list[int](), Execution.direction
+    seen = list[int]()
 
-    def both(how: Execution, step: StackStep) -> Tensor:
-        program, own = how.blocks, step.blocks.stack_state
-        inputs = None if program is None else execution._block_inputs(program, step)
-        if program is None or inputs is None:
-            return run(how, step)
+    def both(how: Compiled, step: StackStep, numbers: StepNumbers) -> Tensor:
+        program, own = how.program, step.blocks.stack_state
+        assert program is not None
+        if (inputs := execution._block_inputs(program, step, numbers)) is None:
+            return step.direction()
         before = {name: x.clone() for name, x in own.tensors.items()}
         (found,) = program.compiled(inputs)
         after = {name: x.clone() for name, x in own.tensors.items()}
@@ -57,7 +58,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(int(step.context.steps[0]))
         return wanted
 
-    monkeypatch.setattr(Execution, "direction", both)
+    monkeypatch.setattr(Compiled, "direction", both)
     monkeypatch.setattr(traced, "generate", lambda graph, symbolic: lambda tensors: graph(*tensors))
     monkeypatch.setattr(traced, "_PROGRAMS", {})
     return seen
@@ -84,9 +85,9 @@ def test_a_traced_step_is_the_step_as_it_is(recipe: str, steps: list[int]) -> No
             parameter.grad = normal(*parameter.shape, seed=100 * step + i + 50)
         optimizer.step(lambda: torch.tensor(1.0)) if optimizer.recipe.line_search else optimizer.step()
     hows = [how for param_set in optimizer.param_sets for how in param_set.executions]
-    programs = [how for how in hows if how.blocks is not None]
+    programs = [how for how in hows if isinstance(how, Compiled)]
     assert not programs or len({*steps}) > 2
-    reasons = {how.reason.partition(",")[0] for how in hows if how.reason is not None and how.adam is None}
+    reasons = {how.why_not["compiled"].partition(",")[0] for how in hows if "compiled" in how.why_not}
     assert reasons == ({"each of its steps has a refresh"} if recipe in REFRESHED else set())
 
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..numerics import has_values, kept_on_device
+from ..numerics import JOINED, has_values, kept_on_device
 from .blocks import BlockGrid
 from .views import Matrices
 
@@ -40,11 +40,6 @@ ALIGNMENT = 16
 
 At other addresses MKL adds in another order in small products (float32, sides of at most 11, AVX-512), so that results
 would depend on the address.
-"""
-JOINED = 1 << 12
-"""Largest parameter, in entries, for which a CPU checks gradients and writes updates in one tensor for the whole stack.
-
-For larger parameters the copies into this tensor take longer than the kernel calls that they save (measured).
 """
 
 

@@ -48,7 +48,7 @@ def as_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(traced, "generate", generate)
     monkeypatch.setattr(traced, "_PROGRAMS", {})
-    monkeypatch.setattr(execution, "_SMALL", 20)
+    monkeypatch.setattr(execution, "JOINED_IN_KERNEL", 20)
     return calls
 
 

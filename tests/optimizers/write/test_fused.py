@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer
 from eigengraft.optimizers.step import fused, gradients
+from eigengraft.optimizers.step.execution import Fused
 
 from ...trajectories import normal
 
@@ -36,7 +37,7 @@ def ends(optimizer: Optimizer) -> list[Tensor]:
 
 
 def fused_chains(optimizer: Optimizer) -> list[bool]:
-    return [each.execution(own).adam is not None for each in optimizer.param_sets for own in each.stack_states]
+    return [isinstance(each.execution(own), Fused) for each in optimizer.param_sets for own in each.stack_states]
 
 
 @pytest.fixture(params=[1, 2])
@@ -128,7 +129,7 @@ def test_copies_are_kept_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters in bfloat16 are updated piece by piece, with the bits of the whole."""
     values = [normal(1000, 300, seed=i).bfloat16() for i in range(2)]
     wanted = ends(run("adamw", values))
-    monkeypatch.setattr(fused, "_PIECE", 1 << 10)
+    monkeypatch.setattr(fused, "CHUNK", 1 << 10)
     monkeypatch.setattr(fused, "BYTES_ON_CPU", 1 << 14)
     assert all(map(torch.equal, wanted, ends(run("adamw", values))))
 
