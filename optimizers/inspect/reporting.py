@@ -31,7 +31,8 @@ from ..stacks.placement import width_factors
 from ..stacks.stack import StackState
 from ..state.param_sets import ParamSets
 from ..state.shown_state import own_state
-from ..step.execution import Chunks, Entries, Fused
+from ..step.execution import Chunks, Entries
+from ..step.fused import Fused
 from ..step.spikes import SpikeCounts
 from ..step.step import ParamSet
 from ..write.averaging import Mode

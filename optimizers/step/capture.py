@@ -37,9 +37,9 @@ from eigengraft.step_context import StepContext
 from ..recipe.recipe import Recipe
 from ..stacks.stack import StackState, connected
 from ..write.write import Rates, StepRates, WriteNumbers
-from .exchange import PROVIDERS, Step
+from .exchange import PROVIDERS, Step, StepNumbers
 from .program import CHECKED_UPDATES
-from .traced import Program, StepNumbers
+from .traced import Program
 
 Body = Callable[[], None]
 Signature = list[tuple[Any, ...]]

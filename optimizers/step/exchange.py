@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from eigengraft.blocking import SideMatrix, stacked_rows
 from eigengraft.blocking.stacks import side_blocks
 from eigengraft.numerics import StackRows, norms_by_dtype
 from eigengraft.signals import asking, known_signals
+from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe
 from ..stacks.placement import ParamSpec
@@ -28,11 +29,36 @@ from ..stacks.stack import ActiveBlocks, StackState
 from ..write import IterateStore
 from ..write.write import EntryUpdates, Rates, decayed_gradient
 from .gradients import GivenGradients, GradientSurvey, LocalSurvey
-from .traced import StepNumbers
+from .traced import Program
 
 GatherSource = Literal["gradients", "parameters"] | str
 """Source of blocks: "gradients"; "parameters", the tensors to which weight decay applies; or the name of a signal with
 a number for each entry."""
+
+
+class StepNumbers:
+    """The numbers of a step that follow from step counts. This class computes them on the host.
+
+    captured: True if a graph captures the step, so that traced programs must compute it, and their numbers must be
+        tensors that are filled before each replay.
+    """
+
+    captured: ClassVar[bool] = False
+
+    def count(self, own: StackState, step: int) -> Tensor:
+        """Return the step count of blocks of a stack as a 0-d float32 tensor on the device, for a fused kernel."""
+        return torch.full((), float(step), dtype=torch.float32, device=own.stack.device)
+
+    def steps(self, own: StackState, context: StepContext) -> Tensor:
+        """Return the step of each active block of a stack, int64 `[n]` on the device."""
+        return context.step
+
+    def inputs(self, own: StackState, program: Program, step: int) -> Mapping[str, Tensor]:
+        """Return the inputs `Program.numbered` of a program of a stack by name.
+
+        step: step count of the blocks.
+        """
+        return program.numbers(step, own.run_step)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,11 +26,11 @@ from ..stacks.placement import ParamSpec
 from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import WriteNumbers
 from .capture import never
-from .exchange import Step
-from .fused import FusedAdam, InPlaceStep, fused_adam, moments_of_adam, not_fused
+from .exchange import Step, StepNumbers
+from .fused import Execution, Fused, InPlaceStep, fused_adam, moments_of_adam, not_fused
 from .gradients import leaves_masks
 from .program import StackStep, finite_writes, is_checked, move, require_finite
-from .traced import Program, ProgramSource, ScheduledNumbers, StepNumbers, program_of, signal_input
+from .traced import Program, ProgramSource, ScheduledNumbers, program_of, signal_input
 
 _LEAST = 1 << 15
 """Number of entries of the smallest block that runs in chunks. Smaller blocks run faster on the whole stack."""
@@ -39,45 +38,20 @@ _SAMPLE = 64
 """Number of entries of a sample block from which a program of entries is traced, for any number of entries."""
 
 
-Way = Literal["fused", "in chunks", "compiled"]
-"""A way in which steps run that is faster than stages on the whole stack."""
-
-
 @dataclass(frozen=True)
-class Execution:
-    """The way in which the steps of a stack run. In this class, the stages compute directions on the whole stack.
+class Traced(Execution):
+    """A traced program computes the directions of the whole stack in steps that a graph captures, kernel by kernel.
 
-    Subclasses run some steps in another way, and all other steps as this class does.
-
-    program: traced program of the whole stack. It is not compiled, except in `Compiled`: it computes the steps that a
-        graph captures. None: the stack has no such program.
-    why_not: by way, the reason why the steps of the stack do not run in this way.
+    program: the traced program. None: no graph captures steps of the stack.
     """
 
     program: Program | None = None
-    why_not: Mapping[Way, str] = field(default_factory=dict)
-    by_parameter: ClassVar[bool] = False
-    """True if every parameter is updated by itself, so that its bits do not depend on other parameters."""
-    compiled: ClassVar[bool] = False
-    """True if the stack has a compiled program."""
 
     @property
     def programs(self) -> Sequence[Program]:
-        """The traced programs that may run in a captured step. Empty: no graph may capture programs of the stack."""
         return () if self.program is None else (self.program,)
 
-    def update(self, blocks: ActiveBlocks, step: InPlaceStep) -> bool:
-        """Update active blocks within the memory of their parameters, without a copy in a stack.
-
-        Return False, and change nothing, if the blocks cannot be updated in this way in this step.
-        """
-        return False
-
     def direction(self, step: StackStep, numbers: StepNumbers) -> Tensor:
-        """Return the directions of a stack. In a step that a graph captures, a traced program computes them.
-
-        numbers: numbers of the step that follow from step counts.
-        """
         if not numbers.captured:
             return step.direction()
         assert self.program is not None
@@ -88,8 +62,8 @@ class Execution:
 
 
 @dataclass(frozen=True)
-class Compiled(Execution):
-    """A compiled program computes the directions of the whole stack, in each step that it suits."""
+class Compiled(Traced):
+    """The program of the whole stack is compiled, and computes the directions in each step that it suits."""
 
     compiled = True
 
@@ -105,17 +79,6 @@ class Compiled(Execution):
 
 
 @dataclass(frozen=True)
-class Fused(Execution):
-    """A fused kernel updates the parameters and their state. `adam` is the chain of the stack."""
-
-    adam: FusedAdam = field(kw_only=True)
-    by_parameter = True
-
-    def update(self, blocks: ActiveBlocks, step: InPlaceStep) -> bool:
-        return step.add(self.adam.at(blocks.stack_state.tensors), blocks)
-
-
-@dataclass(frozen=True)
 class Chunks(Execution):
     """The stages run in chunks of each parameter, and each chunk is written at once."""
 
@@ -126,7 +89,7 @@ class Chunks(Execution):
 
 
 @dataclass(frozen=True)
-class Entries(Execution):
+class Entries(Traced):
     """Compiled programs compute and write entries of parameters. `entries` has the program of each parameter dtype."""
 
     entries: Mapping[torch.dtype, Program] = field(kw_only=True)
@@ -169,14 +132,14 @@ def choose_execution(own: StackState, recipe: Recipe, specs: Sequence[ParamSpec]
     if reason is not None:
         same = not own.rule.compile and reason in how.why_not.values()
         how = replace(how, why_not={"fused": reason, **({} if same else how.why_not)})
-    if how.program is not None or not _is_captured(own, recipe, shared):
+    if isinstance(how, Compiled) or not _is_captured(own, recipe, shared):
         return how
     try:
         program = Program(_block_source(own, recipe))
     except Exception as error:
         where = own.path or "update"
         raise ValueError(f"graph: steps of {where} cannot be captured: {error}; remove graph") from error
-    return Execution(program, how.why_not) if isinstance(how, Chunks) else replace(how, program=program)
+    return replace(how, program=program) if isinstance(how, Entries) else Traced(how.why_not, program)
 
 
 def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
@@ -207,7 +170,7 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
         _require_traceable(own)
         if apart is None:
             return Entries(entries={dtype: program_of(_entry_source(own, recipe, dtype)) for dtype in stored})
-        return Compiled(program_of(_block_source(own, recipe)))
+        return Compiled(program=program_of(_block_source(own, recipe)))
     if apart is None and math.prod(own.stack.block) % VECTOR and len(own.stack.grids) > 1:
         apart = f"the size of its blocks is no multiple of {VECTOR}, and it has several"
     return Execution(why_not={"in chunks": apart}) if apart else Chunks()

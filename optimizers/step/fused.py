@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -45,8 +45,10 @@ from eigengraft.slots import StateKey
 from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import put
-from .exchange import Step
+from .exchange import Step, StepNumbers
 from .gradients import leaves_masks
+from .program import StackStep
+from .traced import Program
 
 _DEVICES = ("cpu", "cuda")
 """Device types whose fused kernels are known to compute the formula of Adam's chain."""
@@ -473,3 +475,53 @@ class InPlaceStep:
 _Kind = tuple[int, int, float]
 """Numbers that blocks of one kind share: the group of parameters with equal rates (`Rates.alike`), the step, and the
 factor of the learning rate."""
+
+
+Way = Literal["fused", "in chunks", "compiled"]
+"""A way in which steps run that is faster than stages on the whole stack."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The way in which the steps of a stack run. In this class, the stages compute directions on the whole stack.
+
+    Subclasses run some steps in another way, and all other steps as this class does.
+
+    why_not: by way, the reason why the steps of the stack do not run in this way.
+    """
+
+    why_not: Mapping[Way, str] = field(default_factory=dict)
+    by_parameter: ClassVar[bool] = False
+    """True if every parameter is updated by itself, so that its bits do not depend on other parameters."""
+    compiled: ClassVar[bool] = False
+    """True if the stack has a compiled program."""
+
+    @property
+    def programs(self) -> Sequence[Program]:
+        """The traced programs that may run in a captured step. Empty: no graph may capture programs of the stack."""
+        return ()
+
+    def update(self, blocks: ActiveBlocks, step: InPlaceStep) -> bool:
+        """Update active blocks within the memory of their parameters, without a copy in a stack.
+
+        Return False, and change nothing, if the blocks cannot be updated in this way in this step.
+        """
+        return False
+
+    def direction(self, step: StackStep, numbers: StepNumbers) -> Tensor:
+        """Return the directions of a stack. In a step that a graph captures, a traced program computes them.
+
+        numbers: numbers of the step that follow from step counts.
+        """
+        return step.direction()
+
+
+@dataclass(frozen=True)
+class Fused(Execution):
+    """A fused kernel updates the parameters and their state. `adam` is the chain of the stack."""
+
+    adam: FusedAdam = field(kw_only=True)
+    by_parameter = True
+
+    def update(self, blocks: ActiveBlocks, step: InPlaceStep) -> bool:
+        return step.add(self.adam.at(blocks.stack_state.tensors), blocks)

@@ -27,14 +27,13 @@ from ..write import IterateStore, ParameterUpdate
 from ..write.averaging import Mode
 from ..write.write import EntryUpdates, Hyper, Rates, write
 from .capture import Graphs
-from .exchange import LocalExchange, Step, decay_source, find_signals
-from .execution import Execution, Fused, choose_execution
-from .fused import InPlaceStep
+from .exchange import LocalExchange, Step, StepNumbers, decay_source, find_signals
+from .execution import choose_execution
+from .fused import Execution, Fused, InPlaceStep
 from .gradients import FiniteCheck, GivenGradients, GradientCheck, LossScale, read_answers
 from .offload import OffloadedState
 from .program import StackStep, run_together, sharing_sums
 from .rank_exchange import RankExchange
-from .traced import StepNumbers
 
 _is_none = partial(is_, None)
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property, partial
 from threading import Timer
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from eigengraft.slots import EncodedSlot, State, StateKey, Storage
 from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
 
 from ..recipe.recipe import UpdateRule
-from ..stacks.stack import StackState
 from ..write.write import StepRates, WeightDecay, WriteNumbers
 from .program import add_decay, direction, move, plus_decay
 
@@ -469,31 +468,6 @@ class Program:
             values = torch.tensor(numbers, dtype=self.source.dtype, device="cpu")
             self._constants[numbers] = upload(values, self.source.device).unbind()
         return self._constants[numbers]
-
-
-class StepNumbers:
-    """The numbers of a step that follow from step counts. This class computes them on the host.
-
-    captured: True if a graph captures the step, so that traced programs must compute it, and their numbers must be
-        tensors that are filled before each replay.
-    """
-
-    captured: ClassVar[bool] = False
-
-    def count(self, own: StackState, step: int) -> Tensor:
-        """Return the step count of blocks of a stack as a 0-d float32 tensor on the device, for a fused kernel."""
-        return torch.full((), float(step), dtype=torch.float32, device=own.stack.device)
-
-    def steps(self, own: StackState, context: StepContext) -> Tensor:
-        """Return the step of each active block of a stack, int64 `[n]` on the device."""
-        return context.step
-
-    def inputs(self, own: StackState, program: Program, step: int) -> Mapping[str, Tensor]:
-        """Return the inputs `Program.numbered` of a program of a stack by name.
-
-        step: step count of the blocks.
-        """
-        return program.numbers(step, own.run_step)
 
 
 @dataclass

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage, State, StepContext, compose, load_recipe
 from eigengraft.optimizers.step import execution, traced
+from eigengraft.optimizers.step.exchange import StepNumbers
 from eigengraft.optimizers.step.execution import Compiled
 from eigengraft.optimizers.step.program import StackStep
-from eigengraft.optimizers.step.traced import StepNumbers
 
 from ..processes import run
 from ..recipes import BROAD

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer
 from eigengraft.optimizers.step import execution, program
-from eigengraft.optimizers.step.execution import Execution
+from eigengraft.optimizers.step.fused import Execution
 
 from ...trajectories import normal
 
