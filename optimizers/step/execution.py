@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking.parameter_sums import parameter_index
-from eigengraft.numerics import CHUNK, JOINED_IN_KERNEL, VECTOR, active_fake_mode, cached_tensors, number_like
+from eigengraft.numerics import CHUNK_ENTRIES, JOINED_IN_KERNEL, VECTOR, active_fake_mode, cached_tensors, number_like
 from eigengraft.signals import asking, known_signals
 from eigengraft.slots import State
 from eigengraft.step_context import TYPICAL_STEP
@@ -366,7 +366,7 @@ def _chunks(
     """
     shape = (1, -1, *[1] * (len(own.stack.block) - 1))
     slots = [tensor[row] for tensor in own.tensors.values()]
-    parts = [torch.split(tensor.view(shape), CHUNK, 1) for tensor in (parameter, gradient, *slots)]
+    parts = [torch.split(tensor.view(shape), CHUNK_ENTRIES, 1) for tensor in (parameter, gradient, *slots)]
     for entries, given, *some in zip(*parts, strict=True):
         yield (entries, given), State(dict(zip(own.tensors, some, strict=True)), own.stack.block, own.path)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from eigengraft.blocking.stacks import BYTES_ELSEWHERE, BYTES_ON_CPU
 from eigengraft.numerics import (
-    CHUNK,
+    CHUNK_ENTRIES,
     JOINED_IN_KERNEL,
     VECTOR,
     active_fake_mode,
@@ -227,7 +227,7 @@ def _usable(after: Tensor, before: Tensor, usable: Tensor) -> Tensor:
     return torch.where(usable, after, before)
 
 
-Entries = tuple[Tensor, Tensor, Tensor, Tensor]
+_Entries = tuple[Tensor, Tensor, Tensor, Tensor]
 """Tuple of four tensors of one shape: a parameter, its gradient, and its moments m and v."""
 
 
@@ -251,8 +251,8 @@ class _Call:
     shrink: float | Tensor | None
     device: torch.device
     step: Tensor
-    entries: list[Entries] = field(default_factory=list)
-    copied: list[Entries] = field(default_factory=list)
+    entries: list[_Entries] = field(default_factory=list)
+    copied: list[_Entries] = field(default_factory=list)
     back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     nbytes: int = 0
 
@@ -266,12 +266,12 @@ class _Call:
             return
         pieces = [(parameter, gradient, m, v)]
         if self.device.type == "cpu" and parameter.is_contiguous() and gradient.is_contiguous():
-            pieces = list(zip(*(torch.split(x.view(-1), CHUNK) for x in pieces[0]), strict=True))
+            pieces = list(zip(*(torch.split(x.view(-1), CHUNK_ENTRIES) for x in pieces[0]), strict=True))
         for own in pieces:
             self.copied.append(own)
             self._count(own[2])
 
-    def add_stack(self, parameters: Sequence[Tensor], joined: Entries) -> None:
+    def add_stack(self, parameters: Sequence[Tensor], joined: _Entries) -> None:
         """Add the small parameters of a whole stack.
 
         joined: copies of all parameters and of all gradients of the stack, and its moments m and v, `[N, *block]` each.
@@ -313,9 +313,9 @@ class _Call:
         self.entries += zip(ours, given, first, second, strict=True)
         self.back += zip(parameters, ours, strict=True)
 
-    def _cut_ends(self) -> list[Entries]:
+    def _cut_ends(self) -> list[_Entries]:
         """Cut each tensor after its last multiple of `VECTOR` entries, and return the ends that were cut off."""
-        kept, ends = list[Entries](), list[Entries]()
+        kept, ends = list[_Entries](), list[_Entries]()
         for own in self.entries:
             size = own[0].numel()
             if not (rest := size % VECTOR):
@@ -360,7 +360,7 @@ def _copy_limit(device: torch.device) -> int:
     return BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE
 
 
-def _padded(ends: Sequence[Entries]) -> list[Entries]:
+def _padded(ends: Sequence[_Entries]) -> list[_Entries]:
     """Join the ends of many tensors into one parameter, one gradient, one m and one v, each padded with zeros.
 
     Return the four joined tensors as the only item of a list, or [] if there are no ends. Their number of entries is a

@@ -40,7 +40,7 @@ NumberOfStep = Callable[[Tensor], Tensor]
 Ask = Callable[[NumberOfStep], Tensor]
 """Function that returns the value of a `NumberOfStep` at the current step, as a tensor that is an input of the program.
 """
-Compiled = Callable[[list[Tensor]], Any]
+CompiledCode = Callable[[list[Tensor]], Any]
 """A compiled program. It changes some of its input tensors in place, and empties the list in which it receives them."""
 _LOG = logging.getLogger("eigengraft")
 _PROGRESS_AFTER = 1.0
@@ -150,7 +150,7 @@ def _answer(name: str, low: float, high: float, other: Any) -> bool | None:
     return answers.pop() if len(answers) == 1 else None
 
 
-Kind = tuple[tuple[int, ...], torch.dtype]
+TensorKind = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 
 
@@ -187,7 +187,7 @@ class ProgramSource:
     block: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    slots: Mapping[str, Kind]
+    slots: Mapping[str, TensorKind]
     decay: WeightDecay | None
     schedules: ScheduledNumbers
     masked: bool = False
@@ -195,7 +195,7 @@ class ProgramSource:
     encoded: Mapping[str, EncodedSlot] = field(default_factory=dict)
     widths: bool = False
     sizes: tuple[StateKey, ...] = ()
-    signals: Mapping[str, Kind] = field(default_factory=dict)
+    signals: Mapping[str, TensorKind] = field(default_factory=dict)
     parameters: int | None = None
 
     def __str__(self) -> str:
@@ -209,7 +209,7 @@ class ProgramSource:
         return self.stored is not None
 
     @cached_property
-    def inputs(self) -> Mapping[str, Kind]:
+    def inputs(self) -> Mapping[str, TensorKind]:
         """Shape and dtype of each input of the program by name, in order, except the numbers that stages request.
 
         A program that writes has the parameter, the gradient, the slots and the fields of `WriteNumbers`. Scheduled
@@ -217,7 +217,7 @@ class ProgramSource:
         float32.
         """
         entries, each, number = (self.blocks, *self.block), (self.blocks,), ((), self.dtype)
-        known: dict[str, Kind | None] = {"gradient": (entries, self.stored or self.dtype), **self.slots}
+        known: dict[str, TensorKind | None] = {"gradient": (entries, self.stored or self.dtype), **self.slots}
         if self.stored is not None:
             known = {"parameter": (entries, self.stored), **known, **dict.fromkeys(WriteNumbers._fields, number)}
         else:
@@ -300,7 +300,7 @@ def _key(x: Any) -> Hashable:
     return tuple(map(_key, x)) if isinstance(x, tuple) else cast(Hashable, x)
 
 
-def _sample(kind: Kind, device: torch.device, value: float = 0.0) -> Tensor:
+def _sample(kind: TensorKind, device: torch.device, value: float = 0.0) -> Tensor:
     """Return a sample input. Numbers and masks, which may be rows of a tensor, are not aligned to 16 bytes.
 
     If a sample is aligned, Inductor's program on a GPU copies an input that is not, in each call and by a kernel.
@@ -362,7 +362,7 @@ class Program:
     source: ProgramSource
     asked: list[NumberOfStep] = field(default_factory=list, init=False)
     questions: list[Question] = field(default_factory=list, init=False)
-    inputs: Mapping[str, Kind] = field(init=False)
+    inputs: Mapping[str, TensorKind] = field(init=False)
     numbered: tuple[str, ...] = field(init=False)
     _on_host: _Table = field(init=False)
     _asked: _Table = field(init=False)
@@ -404,7 +404,7 @@ class Program:
         return trace(lambda *tensors: self.eager(tensors), self.samples(), self.source.symbolic)
 
     @cached_property
-    def compiled(self) -> Compiled:
+    def compiled(self) -> CompiledCode:
         """The compiled program, which receives the tensors of `inputs` as a list."""
         try:
             compiled = generate(self.graph, self.source.symbolic)
@@ -534,7 +534,7 @@ def _logged(source: ProgramSource) -> Iterator[None]:
         timer.join()
 
 
-def generate(graph: torch.fx.GraphModule, symbolic: bool) -> Compiled:
+def generate(graph: torch.fx.GraphModule, symbolic: bool) -> CompiledCode:
     """Compile a traced program.
 
     The compiled code is called without the guards of torch.compile. A call takes 4 us; with guards it takes ten times
@@ -567,12 +567,12 @@ def trace(step: Callable[..., Sequence[Tensor]], samples: Sequence[Tensor], symb
     return graph
 
 
-def _without_guards(traced: torch.fx.GraphModule) -> Compiled:
+def _without_guards(traced: torch.fx.GraphModule) -> CompiledCode:
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
 
     given = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
     with tracing(TracingContext(given[0].fake_mode)):
         graph: Any = compile_fx_inner(traced, given)
-    found: Compiled = graph.current_callable
+    found: CompiledCode = graph.current_callable
     return found

@@ -479,7 +479,7 @@ then calls fewer kernels. For larger tensors the copies take longer than the cal
 JOINED_IN_KERNEL = 1 << 14
 """Number of entries below which a CPU copies blocks into one tensor, if one call of a fused or compiled kernel then
 updates them all. One more tensor or call of such a kernel costs about as much as a copy of 2^14 entries."""
-CHUNK = 1 << 18
+CHUNK_ENTRIES = 1 << 18
 """Number of entries of a parameter that a CPU updates or copies at a time. 2^18 was fastest: smaller chunks need more
 calls, and larger chunks do not fit into the cache."""
 VECTOR = 64

@@ -28,7 +28,7 @@ RECIPES: dict[str, Any] = {
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 320 entries are taken in three chunks."""
     monkeypatch.setattr(execution, "_LEAST", 1)
-    monkeypatch.setattr(execution, "CHUNK", 128)
+    monkeypatch.setattr(execution, "CHUNK_ENTRIES", 128)
 
 
 @pytest.fixture

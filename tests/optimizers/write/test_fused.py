@@ -129,7 +129,7 @@ def test_copies_are_kept_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters in bfloat16 are updated piece by piece, with the bits of the whole."""
     values = [normal(1000, 300, seed=i).bfloat16() for i in range(2)]
     wanted = ends(run("adamw", values))
-    monkeypatch.setattr(fused, "CHUNK", 1 << 10)
+    monkeypatch.setattr(fused, "CHUNK_ENTRIES", 1 << 10)
     monkeypatch.setattr(fused, "BYTES_ON_CPU", 1 << 14)
     assert all(map(torch.equal, wanted, ends(run("adamw", values))))
 
