@@ -25,7 +25,7 @@ from .matrices import (
     with_unit_norm,
     worst_of,
 )
-from .view import Panel, Recommendation, Row, Table, cell, milli, number, number_of, only, scientific
+from .view import Panel, Recommendation, Row, Table, cell, milli, number_of, only, reduction, scientific
 
 _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "power_qr"}, {"kind": "power_qr", "steps": 2})
 
@@ -174,7 +174,8 @@ class BasisBench(MatrixBench):
         several = max(self.refreshes) > 1
         return self.recommended(
             lambda row: f"eigenbasis, {row['size']} x {row['size']}, {row['dtype']}, refresh from the last one",
-            error=number("offdiagonal", "worst", "ok"), error_name="worst off-diagonal ratio", threshold=self.threshold,
+            error=reduction("offdiagonal", "worst", "ok"), error_name="worst off-diagonal ratio",
+            threshold=self.threshold,
             keep=lambda row: row["columns"] == row["size"] and (row["refresh"] > 1 or not several),
         )  # fmt: skip
 

@@ -264,7 +264,7 @@ def _front(cost: str) -> view.LinePoints:
 
     def points(rows: BenchRows) -> list[tuple[float, float]]:
         found: list[tuple[float, float]] = []
-        least = view.number("error", "min")
+        least = view.reduction("error", "min")
         worst = max((own for _, own in view.groups(rows, lambda row: row["layer"])), key=least)
         for row in sorted(worst, key=lambda row: (row[cost], row["error"])):
             if not found or row["error"] < found[-1][1]:

@@ -16,7 +16,7 @@ from eigengraft.preconditioners import PolarSolver
 
 from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, MatrixShapes, Problem, default_members, label
 from .matrices import LONGEST, OwnMatrices, gradients_of, orthogonal, relative_error, worst_of
-from .view import Panel, Recommendation, Row, Table, cell, milli, number, only, per, scientific, xy
+from .view import Panel, Recommendation, Row, Table, cell, milli, only, per, reduction, scientific, xy
 
 _PREFERRED: tuple[Declaration, ...] = (
     {"kind": "newton_schulz"},
@@ -129,7 +129,7 @@ class PolarBench(OwnMatrices):
 
     def panels(self) -> tuple[Panel, Panel]:
         band, y = self.threshold, "distance to the polar factor"
-        cost = per(lambda row: (row["m"], row["n"]), number("milliseconds"), number("distance", "worst"))
+        cost = per(lambda row: (row["m"], row["n"]), reduction("milliseconds"), reduction("distance", "worst"))
         return (
             Panel("ms per matrix, a point for each shape", f"{y}, condition ≤ {self.advised:g}", {"{}": cost},
                   self._near, same=("dtype",), band=band),
@@ -141,11 +141,11 @@ class PolarBench(OwnMatrices):
         few = self.own or min(self.conditions) > self.advised
         return self.recommended(
             lambda row: f"polar factor, {row['m']} x {row['n']}, {row['dtype']}",
-            error=number("distance", "worst"), error_name="worst distance", threshold=self.threshold,
+            error=reduction("distance", "worst"), error_name="worst distance", threshold=self.threshold,
             keep=bool if few else self._near,
         )  # fmt: skip
 
 
 def _band(rows: Sequence[Row]) -> str:
     """Return "least - largest" of the singular values in all rows."""
-    return f"{number('low', 'min')(rows):.3f} - {number('high', 'max')(rows):.3f}"
+    return f"{reduction('low', 'min')(rows):.3f} - {reduction('high', 'max')(rows):.3f}"

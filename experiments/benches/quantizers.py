@@ -236,7 +236,7 @@ class QuantizerBench(DampedBench):
 
     def panels(self) -> tuple[Panel, Panel]:
         root, same = f"error of $A^{{-{self.exponent}}}$", ("dtype",)
-        errors, band = (view.number("root_error"), view.number("root_error", "worst")), self.threshold
+        errors, band = (view.reduction("root_error"), view.reduction("root_error", "worst")), self.threshold
         return (
             Panel("bytes per entry", f"{root}, median and worst over matrices",
                   {"{}": lambda rows: [(rows[0]["bytes"], error(rows)) for error in errors]},
@@ -245,9 +245,9 @@ class QuantizerBench(DampedBench):
         )  # fmt: skip
 
     def recommendations(self) -> Sequence[Recommendation]:
-        error = view.number("root_error", "worst", "ok")
+        error = view.reduction("root_error", "worst", "ok")
         fields: dict[str, Any] = {"error": error, "error_name": "worst root error", "threshold": self.threshold}
-        fewest = {"cost": view.number("bytes"), "cost_text": "{:.3g} bytes per entry".format, "costs": "bytes"}
+        fewest = {"cost": view.reduction("bytes"), "cost_text": "{:.3g} bytes per entry".format, "costs": "bytes"}
         recorded = any(spectrum.declaration()["kind"] == "recorded" for spectrum in self.spectra)
         apart = recorded and len(self.spectra) > 1 and not self.own
         found: list[Recommendation] = []
@@ -280,11 +280,11 @@ def _keep(spectra: set[str] | None, saving: bool) -> Callable[[Row], bool]:
 
 def _milliseconds(rows: BenchRows) -> float:
     """Return the milliseconds to encode and decode one matrix."""
-    return view.number("encode_ms")(rows) + view.number("decode_ms")(rows)
+    return view.reduction("encode_ms")(rows) + view.reduction("decode_ms")(rows)
 
 
 def _cost(rows: BenchRows, name: str) -> str:
-    return f"{view.milli(view.number(f'{name}_ms')(rows))} ({100 * view.number(f'{name}_speed')(rows):.0f} %)"
+    return f"{view.milli(view.reduction(f'{name}_ms')(rows))} ({100 * view.reduction(f'{name}_speed')(rows):.0f} %)"
 
 
 @dataclass(frozen=True)

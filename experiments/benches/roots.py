@@ -16,7 +16,7 @@ from eigengraft.preconditioners.algebra.exponents import Rational
 
 from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, Problem, default_members, kinds_as, label
 from .matrices import DampedBench, MatrixSource, angle, inverse_power, relative_error, worst_of
-from .view import Panel, Recommendation, Row, Table, at_worst, cell, degrees, milli, number, per, scientific
+from .view import Panel, Recommendation, Row, Table, at_worst, cell, degrees, milli, per, reduction, scientific
 
 _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "eigh", "precision": "float64"})
 
@@ -133,7 +133,7 @@ class RootBench(DampedBench):
         )
 
     def panels(self) -> tuple[Panel, Panel]:
-        cost = per(lambda row: row["size"], number("milliseconds"), number("error"))
+        cost = per(lambda row: row["size"], reduction("milliseconds"), reduction("error"))
         band, same = self.threshold, ("dtype", "exponent")
         return (
             Panel("ms per matrix, a point for each size", "median relative error", {"{}": cost}, same=same, band=band),
@@ -143,5 +143,5 @@ class RootBench(DampedBench):
     def recommendations(self) -> Sequence[Recommendation]:
         return self.recommended(
             lambda row: f"A^(-{row['exponent']}), {row['size']} x {row['size']}, {row['dtype']}",
-            error=number("error", "worst", "ok", "definite"), error_name="worst error", threshold=self.threshold,
+            error=reduction("error", "worst", "ok", "definite"), error_name="worst error", threshold=self.threshold,
         )  # fmt: skip

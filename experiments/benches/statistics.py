@@ -28,7 +28,7 @@ from eigengraft.step_context import StepContext
 
 from .bench import DTYPES, Column, Declaration, PositiveInts, Problem, default_members, kinds_as, label
 from .matrices import GRADIENT_LAYERS, OwnMatrices, layer_gradients, run_gradients
-from .view import BenchRows, Panel, Recommendation, Row, Table, cell, finite, milli, number, only, per
+from .view import BenchRows, Panel, Recommendation, Row, Table, cell, finite, milli, only, per, reduction
 
 
 class StageRunner:
@@ -278,7 +278,8 @@ class StatisticBench(OwnMatrices):
 
     def panels(self) -> tuple[Panel, Panel]:
         errors, angles = (
-            per(lambda row: row["samples"], number("samples"), y) for y in (number("gain_error", "mean"), _distance)
+            per(lambda row: row["samples"], reduction("samples"), y)
+            for y in (reduction("gain_error", "mean"), _distance)
         )
         return (
             Panel("gradients seen", "held-out gain error, decades", {"{}": errors}, lambda row: "gain_error" in row),
@@ -294,7 +295,7 @@ class StatisticBench(OwnMatrices):
                 lambda row: "whitening of gradients not seen", keep=last, costs="error",
                 cost=lambda rows: fmean(10 ** row["gain_error"] for row in rows),
                 cost_text="off by {:.2f} times in the median direction".format,
-                error=number("gain_error", "mean"), error_name="gain error in decades",
+                error=reduction("gain_error", "mean"), error_name="gain error in decades",
             ),
             *self.recommended(
                 lambda row: "nearest to the second moment in angle", cost=_distance,
@@ -322,4 +323,4 @@ class LayerGradients(NamedTuple):
 
 def _distance(rows: BenchRows) -> float:
     """Return the mean of 1 - cosine."""
-    return 1 - number("cosine", "mean")(rows)
+    return 1 - reduction("cosine", "mean")(rows)

@@ -40,7 +40,20 @@ from .step_times import (
     step_times,
     take_turns,
 )
-from .view import BenchRows, Panel, Recommendation, Row, Table, cell, finite, groups, measured_rows, milli, number, xy
+from .view import (
+    BenchRows,
+    Panel,
+    Recommendation,
+    Row,
+    Table,
+    cell,
+    finite,
+    groups,
+    measured_rows,
+    milli,
+    reduction,
+    xy,
+)
 
 Shapes = list[tuple[int, ...]]
 TURNS = 8
@@ -460,7 +473,7 @@ class StepBench(Bench):
     def recommendations(self) -> Sequence[Recommendation]:
         return [
             Recommendation(
-                lambda row: f"{row['set']}, {row['maths']}, interval {row['interval']}", cost=number("amortized")
+                lambda row: f"{row['set']}, {row['maths']}, interval {row['interval']}", cost=reduction("amortized")
             )
         ]
 

@@ -20,7 +20,7 @@ Reduced = Callable[[BenchRows], float]
 Selection = Callable[[BenchRows], BenchRows]
 """Function from the rows of one line of a table to the rows of which a cell has the text."""
 How = Literal["median", "worst", "max", "min", "mean"]
-"""Reduction of a column to one number. `number` describes them."""
+"""Reduction of a column to one number. `reduction` describes them."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -30,7 +30,7 @@ def number_of(row: Row, name: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def number(column: str, how: How = "median", *shares: str) -> Reduced:
+def reduction(column: str, how: How = "median", *shares: str) -> Reduced:
     """Return a function that reduces a column of rows to one number.
 
     - median, worst: the median and the largest value, where a value that is not finite counts as infinite.
@@ -118,7 +118,7 @@ class Line:
     y: Sequence[float]
 
 
-_MILLISECONDS = number("milliseconds")
+_MILLISECONDS = reduction("milliseconds")
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def cell(
     def text(rows: BenchRows) -> str:
         if not (some := of(rows)):
             return "-"
-        found = some[0].get(column) if how == "first" else number(column, how)(some)
+        found = some[0].get(column) if how == "first" else reduction(column, how)(some)
         return "" if found is None else form(found)
 
     return text
@@ -241,7 +241,7 @@ def only(keep: Callable[[Row], bool]) -> Selection:
 
 def at_worst(column: str) -> Selection:
     """Return a function that selects the row with the largest value of a column."""
-    return lambda rows: [max(rows, key=lambda row: number(column, "worst")([row]))]
+    return lambda rows: [max(rows, key=lambda row: reduction(column, "worst")([row]))]
 
 
 def xy(x: str, y: str) -> LinePoints:

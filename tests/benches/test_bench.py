@@ -29,7 +29,7 @@ from eigengraft.experiments.benches.matrices import (
     relative_error,
 )
 from eigengraft.experiments.benches.roots import ridgeless
-from eigengraft.experiments.benches.view import Recommendation, in_ms, lay_out, number, recommend
+from eigengraft.experiments.benches.view import Recommendation, in_ms, lay_out, recommend, reduction
 from eigengraft.experiments.cli.main import app
 from eigengraft.preconditioners import Basis, BasisSolver, CoupledNewton, Eigh, Root, RootSolver, Statistic
 
@@ -502,8 +502,8 @@ class TestMeasures:
         rows.append({"candidate": "e", "problem": "it failed"})
 
         def line(threshold: float) -> str:
-            error = number("e", "worst")
-            one = Recommendation(lambda row: "here", number("ms"), in_ms, "time", error, "error", threshold)
+            error = reduction("e", "worst")
+            one = Recommendation(lambda row: "here", reduction("ms"), in_ms, "time", error, "error", threshold)
             return recommend([one], rows)[0]
 
         assert line(0.05) == "here: b, 2 ms, error 0.01; then c, 4.00 times the time (2 of 4 above the error 0.05)"
