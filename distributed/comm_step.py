@@ -118,7 +118,11 @@ class CommStep:
             self._receive()
 
     def _return(self, index: int) -> None:
-        """Start U_k, and then G_(k + IN_FLIGHT) unless it is under way. index: k, the index of the round."""
+        """Start to return the updates of a round from the owners of blocks (U_k). Then start to send the gradients of
+        round k + IN_FLIGHT to owners (G_(k + IN_FLIGHT)), unless they are already under way.
+
+        index: the index k of the round.
+        """
         for name in self.sources:  # also messages that no one gathered: a message must not outlive its buffers
             if (name, index) in self._arriving:
                 self._arriving.pop((name, index)).wait()

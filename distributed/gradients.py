@@ -85,7 +85,7 @@ class BackwardGather:
         self._writes, self._expected = [0] * len(parameters), [1] * len(parameters)
         self._messages: list[Tensor] = []
         self._works: list[Work[Tensor]] = []
-        # number of gradients, from the first one of the round that is sent next, that are known to be complete
+        # In the next round: how many gradients, counted from its first one without a gap, are known to be complete.
         self._complete = 0
         self._late = 0
         self._watched: dict[int, RemovableHandle] = {}
@@ -143,7 +143,9 @@ class BackwardGather:
         return None if is_dtensor(gradient) or is_dtensor(parameter) else gradient
 
     def _hold(self, index: int) -> dict[int, Tensor | None]:
-        """Return this rank's tensors of the gradients of a round, by position, as `_held` returns them."""
+        """Return, by position, this rank's local tensor of each gradient of a round. None: there is no gradient, or its
+        layout is not that of the parameter.
+        """
         return {position: self._held(position) for position in self._positions[index]}
 
     @torch.no_grad()

@@ -356,11 +356,12 @@ def holding(layout: Layout, block: BlockGrid) -> Counts:
 
 
 def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides: Mapping[int, Stride]) -> Region:
-    """Return the region of the entries in `box`, a box of the parameter.
+    """Return the `Region` of the entries in `box`: where they are in the parameter, and where they are in the block.
 
-    outer: the box of the parameter with the ranges of `runs` along its axes. It contains `box`.
-    piece: the piece of the block that contains `outer`.
-    runs: ranges along all axes of the parameter, in the order of the axes. Each run has the ranges of a few axes.
+    box: box of the parameter that is contained in `outer`.
+    outer: box of the parameter that `runs` form together.
+    piece: the piece of the block that contains the entries of `outer`.
+    runs: runs that together have a range along every axis of the parameter, in the order of the axes.
     strides: distance in the block between neighbors along each axis of the merged shape, as `_strides` returns it.
     """
     own, corner = sum((run.strides for run in runs), ()), list(piece.offset)
@@ -392,13 +393,14 @@ def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
 def _runs(
     lengths: list[int], merged: range, piece: Piece, strides: Mapping[int, Stride], merged_shape: Numbers
 ) -> Iterator[_Run]:
-    """Yield the runs of a piece of a block along a few axes of the parameter, which are one pair of `axis_pairs`.
+    """Divide a piece of a block into runs along some consecutive axes of the parameter, and yield the runs.
 
-    The runs together contain exactly the entries of the piece.
+    The function is called once for each pair of `axis_pairs`: the axes of the parameter, and the axes of the merged
+    shape with the same entries. Along these axes, the runs together contain exactly the entries of the piece.
 
-    lengths: lengths of these axes of the parameter.
-    merged: the axes of the merged shape with the same entries: one axis into which the axes of the parameter were
-        merged, or the axes into which one axis of the parameter was divided.
+    lengths: lengths of the axes of the parameter.
+    merged: the axes of the merged shape: one axis into which the axes of the parameter were merged, or the axes into
+        which one axis of the parameter was divided.
     strides: distance in the block between neighbors along each axis of the merged shape, as `_strides` returns it.
     merged_shape: the merged shape of the parameter.
     """
