@@ -24,7 +24,7 @@ from eigengraft.numerics import active_fake_mode, fake_mode
 
 
 class _Grouped(Protocol):
-    """The part of an optimizer that this module reads."""
+    """An object with param groups, as every torch optimizer has them."""
 
     param_groups: list[dict[str, Any]]
 

@@ -238,7 +238,9 @@ class Optimizer(ComposedOptimizer):
         with isolation(self):
             try:
                 return self._step(given)
-            except ArithmeticError:  # other errors refuse the call, and a corrected call may use the signals
+            except ArithmeticError:
+                # The step failed with the present gradients, so its signals are not used again. Any other error comes
+                # from a wrong call. The caller may correct the call, which then uses the same signals.
                 self.param_sets.signals.drop()
                 raise
 

@@ -268,11 +268,15 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int, location: 
 
 
 def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh, list[Placement], bool]:
-    """Return (mesh, placements, cut) of entry-wise state of a parameter, which is sharded as the parameter is.
+    """Return (mesh, placements, cut): how the entry-wise state of a parameter is sharded.
 
-    If replicas divide the update of the parameter among themselves, the state is also sharded over the replicas. If
-    they divide the rows of a shard, no placement describes this: `cut` is True, and the placements shard the state
-    evenly along the first axis of the parameter.
+    The state is sharded as the parameter is. If replicas divide the update of the parameter among themselves, the state
+    is also sharded over the replicas.
+
+    mesh: the device mesh.
+    placements: placement of the state on each axis of the mesh.
+    cut: True if no placements describe the sharding, because replicas divide the rows of one shard among themselves.
+        `placements` then shard the state evenly along the first axis of the parameter.
 
     lead: number of axes of the state before the axes of the parameter.
     """

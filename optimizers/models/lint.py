@@ -340,7 +340,7 @@ def _chains(stages: Stages, block: tuple[int, ...], path: str) -> Iterator[tuple
 
 
 def _magnitudes(stage: Stage, block: tuple[int, ...]) -> list[Inner]:
-    """Return the chains inside a stage that set the norm of the stage's result by their second moments."""
+    """Return the inner chains of a stage whose second moments determine the size of every update of the stage."""
     return [inner for inner in stage.inner(block).values() if inner.sensitive]
 
 

@@ -155,17 +155,17 @@ class _Span:
     full: int
 
     def place(self, numbers: Tensor, name: str) -> Tensor:
-        """Return one number for each head of all ranks: the given numbers, and 0 for heads of other ranks.
+        """Place this rank's numbers among those of all ranks. Return one number for each head of all ranks, 0 for heads
+        of other ranks.
 
-        The heads of all ranks divide the `full` outputs (or heads) evenly. So the place of this range among them tells
-        which heads are those of this rank.
+        The heads of all ranks divide the `full` items evenly. Therefore `start` tells which heads are on this rank.
 
-        numbers: one number for each head of this rank. These heads form exactly this range.
+        numbers: one number for each head of this rank. These heads have exactly the items of this range.
         name: name of the weight, for the message.
 
         Raises:
             ValueError: the range begins or ends inside a head, or it has all items, so that it is unknown which heads
-                are those of this rank.
+                are on this rank.
         """
         each, rest = divmod(self.length, max(len(numbers), 1))
         if self.length == self.full or not each or rest or self.start % each or self.full % each:

@@ -151,7 +151,10 @@ class Release:
             self._accumulates = before
 
     def remove(self) -> None:
-        """End the release. The next `optimizer.step()` uses gradients that are complete and not yet used."""
+        """Remove the hooks, so that backward updates no parameter any more.
+
+        If backward has already updated parameters of the present step, the next `optimizer.step()` updates the others.
+        """
         remove_hooks(self._handles)
         self._handles.clear()
         if (optimizer := self._optimizer()) is not None and self._step is None:
@@ -227,7 +230,10 @@ class Release:
         return _Step(hypers, steps_taken(optimizer.param_sets), places)
 
     def _units(self, optimizer: Optimizer) -> list[_Unit]:
-        """Return the units of all parameter sets. Raises ValueError if they cannot be updated during backward."""
+        """Return the units (`_Unit`) into which the parameters of all parameter sets are divided.
+
+        Raises ValueError if the recipe or the model does not permit to update them during backward.
+        """
         param_sets = list(optimizer.param_sets)
         if len(param_sets) != len(self._known) or any(a is not b for a, b in zip(param_sets, self._known, strict=True)):
             if reasons := [f"{path} ({why})" for path, why in _reasons(optimizer, self._averaged)]:
@@ -240,7 +246,7 @@ class Release:
         return self._made
 
     def _update_pending(self, optimizer: Optimizer, step: _Step) -> None:
-        """Update the parameters whose units wait in `step.pending`, and free their gradients."""
+        """Update the parameters of the units in `step.pending`, and free their gradients. The list is then empty."""
         chosen: dict[ParamSet, NDArray[np.bool_]] = {}
         for unit in step.pending:
             only = chosen.setdefault(unit.param_set, np.zeros(len(unit.param_set.specs), dtype=np.bool_))

@@ -276,7 +276,8 @@ class Heads:
         if last.kind == "other" or len({layer.path for layer in self.layers}) < 2:
             return None
         if not self.known:
-            tied = bool(self.rows)  # a head that is tied to an embedding has no name of its own
+            # With an embedding in the model, the head may be tied to it. The head is then no layer of its own.
+            tied = bool(self.rows)
             return None if self.consumed(last) and (tied or self.repeated(last)) else last
         ordered = all(
             last.path[:depth] in self.structure.sequentials for depth in range(len(self.root), len(last.path))
@@ -316,11 +317,11 @@ class Heads:
         return last if before and max(before) < int(matched[2]) else None
 
     def _parallel(self, head: Layer) -> None:
-        """Add heads that are parallel to a head.
+        """Add the heads of sibling modules, as in a model with a policy module and a value module.
 
-        The modules before the module of the head are visited, the nearest one first. The last layer of each becomes a
-        head. The search ends at a module whose last layer cannot be a head, or differs from the head in both its number
-        of inputs and its number of outputs.
+        The modules directly in the model are visited backward, from the one before the module of `head`. The last layer
+        of each becomes a head. The search ends at the first module whose last layer cannot be a head, or differs from
+        `head` in both its number of inputs and its number of outputs.
         """
         depth = len(self.root)
         parts = dict[Attributes, Layer]()
@@ -333,10 +334,14 @@ class Heads:
             self.why[end.key] = f"last layer of {'.'.join(part)}, beside {'.'.join(head.path)}"
 
     def _beside(self) -> None:
-        """Add the layers next to each head, in the same module, with the same number of inputs.
+        """Add output layers in the same module as a head, such as the regression of boxes beside a classification.
 
-        Layers before the head are added only in a submodule, and not in a sequence, whose layers follow each other. In
-        a `ModuleList` the numbers of inputs may differ, as for detection heads at several scales.
+        From each head the layers after it are visited, and then the layers before it, both times the nearest first.
+        Each becomes a head. A visit ends at a layer that is in another module, has another number of inputs, or cannot
+        be a head. In a `ModuleList` the number of inputs may differ, as for detection heads at several scales.
+
+        Layers before the head are not visited if the head is directly in the model, or in a `Sequential`: there they
+        are usually hidden layers.
         """
         for head in [layer for layer in self.layers if layer.key in self.why and self.known and layer.path]:
             stack, place = head.path[:-1], self.places[head]

@@ -221,17 +221,17 @@ class SignalCall:
 
     @property
     def level(self) -> str:
-        """Return the name of the field that says how complete the values on a rank are."""
+        """Return the name of the field of `fields` with the level of this rank's values: `MISSING`, `SOME` or `ALL`."""
         return f"level of {self.signal.name}"
 
     def used(self, level: float, sizes: Tensor | None) -> Sequence[int]:
-        """Return the positions of the parameters that receive the signal in this step.
+        """Return the positions of the parameters that receive the signal in this step. They are the same on all ranks.
 
-        If no value is missing on any rank, these are all parameters that request the signal (`wanted`). If an optional
-        value is missing on some rank, they are only the parameters that require the signal (`needed`). A signal with
-        one number for each group of outputs is an exception: all parameters with a value on all ranks receive it.
+        With level `ALL` these are all parameters that request the signal (`wanted`). With level `SOME` they are only
+        the parameters that require it (`needed`). A signal whose tensors have a number for each group of outputs is an
+        exception: every parameter that requests it and has a value on all ranks receives it.
 
-        level: how complete the values are on the rank that lacks most: `SOME` or `ALL`.
+        level: the lowest level of all ranks, `SOME` or `ALL`.
         sizes: `[R, P]`, size of each parameter's tensor on each rank, 0 if it is missing. None: the signal has no
             tensors.
         """
@@ -323,13 +323,15 @@ OWN = PER_STACK | PARTNER | {"parameter", "step_fraction", "gradient_norm"}
 class Signals:
     """The signals of an optimizer, from `provide` to the step that uses them.
 
-    asking: {signal: path of the first stage or constraint that requests it}, for the whole recipe.
-    asked: {path of an update rule: the same for this rule}.
-    somewhere: {signal: path of the first constraint that requires the signal for at least one parameter}.
+    asking: for each signal that the recipe requests, the path of the first stage or constraint that requests it.
+    asked: for each update rule, by its path, a mapping like `asking` of the signals that this rule requests.
+    somewhere: for each signal that a constraint requires for at least one parameter, the path of the first such
+        constraint.
     paused: True during forwards that only try a step. No signal is collected from them, and `provide` stores no value.
     provided: values for the next step, and functions that return values in every step.
-    open_first: paths of the update rules that require a signal in their first step, by name of the signal. The signal
-        is removed when a parameter of one of these rules has made a step.
+    open_first: for each signal that is required only in a first step, and was not used yet, the paths of the update
+        rules that require it. A signal leaves this mapping when a parameter of one of these rules has made its first
+        step.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -472,7 +474,10 @@ class Signals:
                     self.provide(name, given, parameters)
 
     def drop(self) -> None:
-        """Drop the values for the next step. They count as values of a first step, even if no gradient was usable."""
+        """Drop the values that were provided for the next step.
+
+        A signal that is required only in a first step is then not required any more, even if no parameter made a step.
+        """
         for name in self.provided.clear():
             self.open_first.pop(name, None)
 

@@ -293,9 +293,8 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
         return ParamPlacement(layout, {})
     if layout.copies == 1:
         return ParamPlacement(layout, None)
-    if (
-        layout.parts is not None and recipe.averaging is None
-    ):  # with averaging, a rank needs other ranks' parts between steps
+    # With averaging, a rank also needs the entries of the averages that its replicas would update, between steps.
+    if layout.parts is not None and recipe.averaging is None:
         return ParamPlacement(layout, None, layout.parts)
     return ParamPlacement(layout, {})
 

@@ -144,7 +144,8 @@ def numbers_sent(parameters: int, plain: bool) -> int:
     """Return how many float64 numbers the all-reduce of a step sums.
 
     parameters: number of parameters.
-    plain: True if copies of gradients are compared.
+    plain: True if the parameters are plain tensors. Their gradients must be equal on all ranks, which is checked with
+        two more numbers for each parameter.
     """
     return 1 + (5 if plain else 3) * parameters + BITS * len(NUMBERS)
 
@@ -321,7 +322,7 @@ class RankSurvey:
         return np.array([count == 0 for count in counts]) & self.present
 
     def nonzero(self, positions: Sequence[int]) -> bool:
-        """Return True if any gradient at these positions is not 0. The host reads the sums."""
+        """Return True if any gradient at these positions is not 0. The host waits for the sums of squares."""
         return bool(self.squares[list(positions)].any())
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor:

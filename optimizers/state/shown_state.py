@@ -155,7 +155,8 @@ class ShownState:
         )
 
     def moved(self) -> dict[int, int]:
-        """Return the address at the time of this record of each changed state tensor, by id of the tensor.
+        """Return the state tensors that have changed since this record was made: their addresses in the record, by id
+        of the tensor.
 
         A tensor has changed if its memory is at another address now, or if it was written in place. Writes in place are
         detected only for the tensors that `_answered` yields.

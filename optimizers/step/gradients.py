@@ -292,7 +292,8 @@ class FiniteCheck:
         if check.usable is None and (given.allowed is None or not positions):
             self._count(len(positions), [], given.gradients, given.more)
             return present, None
-        # the result stays on the device also if all gradients are usable, and only the scaler may stop the step
+        # If the host does not read the answers, the mask stays on the device. This is also so if all gradients count as
+        # usable, and only a GradScaler decides whether there is a step.
         if check.answers is None:
             return present, self._defer(positions, check.usable, given.allowed, len(present))
         if (bad := _unusable(positions, answers)) is None:
@@ -324,7 +325,7 @@ class FiniteCheck:
             self.skipped.update(self.names[position] for position in bad)
             self._faults += [(position, None if gradients is None or more else gradients[position]) for position in bad]
         self._checked += checked
-        if more or not self._checked:  # a step without gradients does not count
+        if more or not self._checked:  # a step without gradients neither continues nor ends a row of STALLED steps
             return
         self._stalled = self._stalled + 1 if len(self._faults) == self._checked else 0
         faults, self._faults, self._checked = self._faults, [], 0

@@ -278,7 +278,8 @@ class ParamSet:
     def step(self, step: Step) -> None:
         """Update every parameter that has a usable gradient."""
         if step.active is self._nonempty and self._all_nonempty and min(self.step_counts.tolist()) > 0:
-            # the common case: the step changes all parameters, and few small arrays are made
+            # The common case: the step changes all parameters. The other branch would have the same result, but would
+            # make more small arrays.
             self.step_counts += 1
             self._begun.fill(True)
             moved = step.active
@@ -324,7 +325,8 @@ class ParamSet:
     def _run_group(self, chosen: Sequence[tuple[Sequence[ActiveBlocks], bool]], in_place: InPlaceStep) -> None:
         """Run one step of stacks that need the same sums over whole parameters, such as norms over all blocks.
 
-        chosen: pairs of `active_blocks`.
+        chosen: pairs (active blocks of the stacks, priming), as `active_blocks` returns them. priming: True if the
+            gradient only initializes statistics of these blocks.
         in_place: step of the stacks that are updated within the memory of their parameters. Stacks of fused kernels are
             added to it, and the caller runs it later.
         """

@@ -178,7 +178,12 @@ def _change(
     weights: Sequence[float | Tensor],
     mask: Sequence[Tensor] | None,
 ) -> None:
-    """Call `change` with all targets and values of equal weights, and with this weight. It changes the targets."""
+    """Call `change(targets, values, weight)` once for each distinct weight, with the targets and values of this weight.
+
+    change: function that writes the targets in place.
+    targets, values, weights: n items each.
+    mask: n 0-d booleans, False for targets that keep their values. None: all targets change.
+    """
     for weight, indices in _equal(weights):
         own, given = [targets[index] for index in indices], [values[index] for index in indices]
         changed = own if mask is None else copies(own, own[0].dtype)
@@ -354,7 +359,11 @@ _DECAY = "where weight decay is taken: z, y, or z_apart (z decays, y and x do no
 
 
 class BaseAndAverage(Averaging, ABC):
-    """Averaging by the sequences of the module docstring: gradients are taken between base iterate z and average x."""
+    """Averaging with gradients at y = mu_y x + (1 - mu_y) z, between a base iterate z and the average x of its values.
+
+    A step changes z by the update, and then x <- (1 - c) x + c z. The parameter holds y, and z is stored as state; x is
+    computed from them. The module docstring has the sequences in full.
+    """
 
     @property
     @abstractmethod

@@ -75,7 +75,13 @@ class Rounding(Constraint):
         return [held[index] for index in range(len(own))]
 
     def _rounded(self, remainder: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (rounded parameters, new remainders) of parameters W' = after, with the remainders r."""
+        """Return (W, r): the parameters rounded to bfloat16, and the remainder of this rounding for the next step.
+
+        remainder: stored remainder r of earlier roundings. Entries above half a unit in the last place of `before` are
+            dropped.
+        before: the parameter before the write.
+        after: W', the parameter after the write, before rounding.
+        """
         most = _half_ulp(before.bfloat16())
         rest = remainder.float() * (1.0 if self.rule == "compensated" else most / 128)
         # a remainder above half a unit in the last place is that of a weight that other code has overwritten since

@@ -191,7 +191,7 @@ class WriteNumbers(NamedTuple):
 
     @classmethod
     def of(cls, scale: StepRates) -> Self:
-        """Return the numbers of a write with these rates, whose directions are written without a further factor.
+        """Return the numbers of a write with the rates `scale`. The factor of the direction is 1.
 
         Rates that are tensors stay tensors: the host does not read their values.
         """
@@ -311,7 +311,7 @@ class Rates:
 
     @cached_property
     def same(self) -> int | None:
-        """The index in `alike` of all parameters, if all param groups have equal values. None: their values differ."""
+        """The index that `alike` has for every parameter, if all param groups have equal rates. None: rates differ."""
         firsts = {*self._firsts.values()}
         return firsts.pop() if len(firsts) == 1 else None
 
@@ -343,9 +343,10 @@ class Rates:
         return found
 
     def alphas(self, path: str, positions: NDArray[np.int64]) -> list[float | Tensor]:
-        """Return the decay factors of parameters with their update at `path`.
+        """Return the decay factors of parameters: one factor for each set of param groups with equal rates.
 
-        Param groups with equal values have one factor together.
+        path: path of the update of these parameters in the recipe.
+        positions: positions of the parameters.
         """
         return [self._scale(path, group).alpha for group in np.unique(self.alike[positions]).tolist()]
 

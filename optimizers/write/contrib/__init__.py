@@ -1,5 +1,7 @@
-"""Constraints and averagings that only `track3` and `track3_kfac` use. A reader of the package may skip them.
+"""Constraints and averagings of only two shipped recipes, `track3` and `track3_kfac`. A reader of the package may skip
+them.
 
-There is one module for each family. The components keep the contract of their family, are registered like all others,
-and can be used in any recipe. `eigengraft.optimizers.write` exports their classes.
+The recipes are entries of track 3 of the modded-nanogpt speedrun. There is one module for each family. The components
+keep the contract of their family, are registered like all others, and can be used in any recipe.
+`eigengraft.optimizers.write` exports their classes.
 """
