@@ -344,8 +344,8 @@ class Stage(Schedulable, ABC, family="stage"):
     def due(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
         """Return the blocks for which a refresh takes effect in this step, as spans (start, stop, first) of the stack.
 
-        Without a delay these are the spans of `asked`. With a delay of k, a refresh takes effect k updates after it
-        began. The first refresh of a block is never delayed.
+        first: True at the first refresh of these blocks, which is never delayed. Without a delay these are the spans of
+        `asked`. With a delay of k, every later refresh takes effect k updates after it began.
         """
         if id(self) not in context.due:
             cadence = self.cadence()

@@ -203,10 +203,11 @@ def _log_spaced(count: int, ages: tuple[float, float]) -> list[float]:
 def _annealed(
     betas: Sequence[float], start: Sequence[float], end: Sequence[float], beta: float, begin: float
 ) -> list[dict[str, Any]]:
-    """Return the `means` of a mixture, whose decays and weights are schedules.
+    """Return the field `means` of a `MomentumMixture`: for each mean, a schedule of its decay and a schedule of its
+    weight.
 
-    Before `begin` all decays are `beta`, and afterwards `betas`. From `begin` to the end of the run the weights change
-    linearly from `start` to `end`.
+    The decays are all `beta` at first, and `betas` from the fraction `begin` of the run on. From there to the end of
+    the run the weights change linearly from `start` to `end`.
     """
 
     def jump(before: float, after: float) -> list[dict[str, float]]:

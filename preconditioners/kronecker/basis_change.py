@@ -53,7 +53,7 @@ class Turn:
 
     @cached_property
     def rotation(self) -> Tensor:
-        """The matrix R `[N, r, r]`."""
+        """The matrix R = Q_old^T Q_new `[N, r, r]`, with r the number of columns of a basis."""
         return self.new if self.old is None else torch.bmm(self.old.mT, self.new)
 
     @cached_property

@@ -106,9 +106,10 @@ class Jorge(LearnedFactors):
 
 
 def _published(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """Return (R K, log ||X||_F `[N]`) as in the form `published` of `Jorge`, with X = R^(1/e) S.
+    """Return (R K, log ||X||_F `[N]`), with X = R^(1/e) S, Y = X / ||X||_F and K = I - e Y + e (e + 1) / 2 Y^2.
 
-    The caller multiplies R K by (1 + 1 / ||X||_F)^e, which makes it the next root.
+    This is the form `published` of `Jorge`. The caller multiplies R K by (1 + 1 / ||X||_F)^e, which makes it the next
+    root.
 
     r: R, the present root.
     s: S = G G^T, of the gradient's unfolding G along the axis.
@@ -119,9 +120,11 @@ def _published(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
 
 
 def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
-    """Return (h R h, log ||X||_F `[N]`) as in the form `symmetric` of `Jorge`, with X = R^(1/2e) S R^(1/2e).
+    """Return (h R h, log ||X||_F `[N]`), with X = R^(1/2e) S R^(1/2e), Y = X / ||X||_F and h = I - e/2 Y + e/2 (e/2 +
+    1) / 2 Y^2.
 
-    The caller multiplies h R h by (1 + 1 / ||X||_F)^e, which makes it the next root.
+    This is the form `symmetric` of `Jorge`. The caller multiplies h R h by (1 + 1 / ||X||_F)^e, which makes it the next
+    root.
 
     r: R, the present root.
     s: S = G G^T, of the gradient's unfolding G along the axis.

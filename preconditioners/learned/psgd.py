@@ -213,11 +213,14 @@ def triangular_move(q: Tensor, t: Tensor) -> Tensor:
 
 
 def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
-    """Return (size, terms) with the terms A A^T and (n / d) I of each axis, for A = P h and P = Q Q.
+    """Return (size, terms) as the field `terms` of `FactorStep`: A A^T and (n / d) I for each axis, for A = P h and P =
+    Q Q.
 
-    h is the damped gradient, Q the product of the factors, n the number of entries of a block, and d the length of the
-    axis. size `[N]` is the largest entry of A, but at least 1. The terms are divided by size^2, so that they do not
-    overflow.
+    Q is the product of the factors, n the number of entries of a block, and d the length of the axis. size `[N]` is the
+    largest entry of A, but at least 1. The terms are divided by size^2, so that they do not overflow.
+
+    h: the damped gradient.
+    v: not used, because this form needs no probe.
     """
     a = mode_products(mode_products(h, factors), factors)
     size = peak_of(a).clamp_min(1.0)

@@ -104,7 +104,10 @@ class Iterative(RootSolver):
         return product(a, b, self.precision)
 
     def plus_product(self, base: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
-        """Return base + factor a b, with the product as in `times`. One kernel computes it if nothing is rounded."""
+        """Return base + factor a b, with a and b rounded to the field `precision`.
+
+        If `precision` is `input`, nothing is rounded, and one kernel computes the result.
+        """
         if self.precision == "input":
             return torch.baddbmm(base, a, b, alpha=factor)
         found = self.times(a, b)

@@ -136,10 +136,12 @@ class _Whitening(NamedTuple):
     trace: Tensor | float
 
     def of(self, pair: _Pair, axis: int) -> _Pair:
-        """Return the two tensors of a contribution, the first multiplied by the field `left` along the axis, and the
-        second by `right`.
+        """Return a pair of tensors, whitened along one axis: the first is multiplied by `left`, and the second by
+        `right`.
 
-        If the two tensors are one object, and both fields are one object, the results are one object, too.
+        If both tensors are one object and both matrices are one object, the results are one object, too.
+
+        pair: the two tensors whose product is the contribution of a gradient to another axis' factor.
         """
         left = self._along(pair[0], self.left, axis)
         return left, left if pair[1] is pair[0] and self.right is self.left else self._along(pair[1], self.right, axis)

@@ -324,8 +324,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def decay_of_squares(self) -> float | None:
-        """Decay b of the running mean (or sum) of squared gradients that the marginals of a factor are. None: they are
-        no such mean.
+        """Decay b of the running mean (or sum) of squared gradients that can be read from the factors as their
+        marginals. None: the marginals are no such mean.
 
         The marginals of the factor A_k are diag(Q^T A_k Q), with Q a basis of axis k. For A_k <- b A_k + w G G^T with
         the gradient's unfolding G, they accumulate the squares of the gradient in this basis, summed over all axes
@@ -416,7 +416,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
             for name, decay in self._means(axis).items():
                 factor = state[name]
                 if self.precision != "input" and factor.ndim == 3:
-                    given = given.multiplied()  # the product is computed for the first mean, and reused for the second
+                    given = given.multiplied()  # multiplies once: with a slow mean, the second pass changes nothing
                 state[name] = self._accumulate(factor, given, decay, now)
 
     def _accumulate(self, factor: Tensor, contribution: Contribution, decay: float, now: Tensor | None) -> Tensor:
