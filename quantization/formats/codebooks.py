@@ -189,22 +189,22 @@ def _middles(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor
 
 @cached_tensors(maxsize=64)
 def _steps(levels: Levels) -> Tensor:
-    """Return a table, int32 `[2^15 + 1]`, by which `_found` finds the code of a float32 in (-2, 2).
+    """Return a table, int32 `[2^15 + 1]`, from which `_found` computes the codes of float32 numbers x in (-2, 2).
 
-    The code is the upper 16 bits of k + table[h]. k is the absolute value of the 32 bits of the float, read as a signed
-    integer. h is the absolute value of the upper 16 of these bits, read as a signed integer.
+    The code of x is the number of midpoints between levels that are below x. It is computed without a search:
 
-    An entry of the table is for all floats with the same h. They differ only in their lower 16 bits. If midpoints
-    between levels differ by at least 2^-7 of their size, at most one midpoint is among these floats, so that they have
-    at most two codes, c - 1 and c. Both for floats >= 0 and for floats below 0, k increases with the float. With s the
-    smallest k of the code c, the entry is 2^16 c - s. The sum k + table[h] is then 2^16 c + (k - s), with the upper 16
-    bits c for k >= s, and c - 1 for k < s.
+        bits = the 32 bits of x as a signed integer,  k = |bits|,  h = |bits >> 16|,  code = (k + table[h]) >> 16
 
-    Floats >= 0 have h < 2^14, and k = h 2^16, ..., h 2^16 + 65535. Floats below 0 have h > 2^14, and k = h 2^16 -
+    All x with the same h share an entry of the table. Their bits differ only in the lower 16. If midpoints differ by at
+    least 2^-7 of their size, at most one midpoint is among these x, so that they have at most two codes, c - 1 and c.
+    Both for x >= 0 and for x < 0, k increases with x. With s the smallest k of the code c, the entry is 2^16 c - s. The
+    sum k + table[h] is then 2^16 c + (k - s), with the upper 16 bits c for k >= s, and c - 1 for k < s.
+
+    Numbers x >= 0 have h < 2^14, and k = h 2^16, ..., h 2^16 + 65535. Numbers x < 0 have h > 2^14, and k = h 2^16 -
     65535, ..., h 2^16.
     """
-    # The table is computed with k for floats >= 0, and with k - 2^31 for floats below 0. This number increases with the
-    # float also across 0.
+    # Floats below 0 have a larger k than floats above 0. The search below needs one order of all floats, and therefore
+    # uses k - 2^31 for floats below 0: it is minus the bits of the absolute value.
     middles = _middles(levels, torch.float32, torch.device("cpu")).view(torch.int32).long()
     middles = torch.where(middles < 0, -(middles & 0x7FFFFFFF), middles)
     h = torch.arange((1 << 15) + 1, dtype=torch.int64, device="cpu")

@@ -49,7 +49,7 @@ class LinearFormat(Blockwise, ABC):
 
 
 class _Signed(LinearFormat, ABC):
-    """Signed codes. The difference of two adjacent decoded values, called bucket, is max |x| / Q.
+    """Signed codes from -Q to Q. The difference of two adjacent decoded values, called bucket, is max |x| / Q.
 
     With `buckets: column`, as in Distributed Shampoo in JAX (`quantization_utils`), the maximum is over the first axis,
     so that each column has one bucket, and the bucket is stored as the scale.

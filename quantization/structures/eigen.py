@@ -15,7 +15,9 @@ from .base import Structure, encode_under, replaced_where, square_shape_error, u
 
 
 class Eigen(Structure):
-    """P = qr(A V),  l = diag(P^T A P);  stored: l exact, and Q(P^T);  decoded: V Diag(l) V^T  (Algorithm 1)
+    """P = qr(A V),  l = diag(P^T A P);  stored: l exact, and Q(P^T);  decoded: V Diag(l) V^T
+
+    This is Algorithm 1 of 4-bit Shampoo (Wang et al. 2024).
 
     A `[N, d, d]` is the matrix; Q quantizes with the inner format. V is the decoded basis of the last encoding,
     rectified by Bjorck steps (see `orthogonal`), and the identity at the start. Only the part of A that is diagonal in
