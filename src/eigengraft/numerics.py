@@ -715,11 +715,13 @@ def safe_factor(v: Tensor) -> Tensor:
 
 
 def _made_safe(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (c V, c^2 V^T V, c) for matrices V `[N, d, r]`, with c `[N]` as in `safe_factor`.
+    """Return (c V, c^2 V^T V, c) for matrices V `[N, d, r]`. With c `[N]` <= 1 the singular values of c V are below
+    sqrt 3.
 
-    With E = V^T V - I, the bounds of |V|_2^2 are 1 + |E|_F, 1 + |E^2|_F^(1/2) and 1 + |E^4|_F^(1/4). Each is sharper
-    than the one before and takes one more product. A CPU stops at the first bound that is small enough. The second
-    bound would not do: for columns stored in 3 bits it reaches 3 at r = 1024, where |V|_2^2 is 1.7.
+    c is computed from an upper bound of |V|_2^2, and is 1 if the bound is small. With E = V^T V - I, there are three
+    bounds: 1 + |E|_F, 1 + |E^2|_F^(1/2) and 1 + |E^4|_F^(1/4). Each is sharper than the one before and takes one more
+    product. A CPU stops at the first bound that is small enough. The second bound alone would not do: for columns
+    stored in 3 bits it reaches 3 at r = 1024, where |V|_2^2 is 1.7.
     """
     peak = v.abs().amax((-2, -1)).clamp_min(1.0)  # no entry of an orthonormal matrix is larger
     v = v / per_block(peak, v)

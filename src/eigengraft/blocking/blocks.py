@@ -354,10 +354,10 @@ def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrice
 
 
 def _tiles(spans: Sequence[Span], side: int, equal: EqualMatrices) -> Iterator[Tiles]:
-    """Yield the tiles into which one axis of the matrices is cut. Equal tiles that are evenly spaced in the parameter
-    are yielded as one `Tiles`, all other tiles one by one.
+    """Yield the ranges of equal length (tiles) into which one axis of the matrices is cut. Tiles that are evenly spaced
+    in the parameter are yielded as one `Tiles`, all other tiles one by one.
 
-    spans: the axis of the first matrix, as one range of each axis of the parameter that is flattened into it.
+    spans: the ranges of the parameter's axes that are flattened into this axis of the first matrix.
     side: length of a tile. The last tile may be shorter.
     equal: the matrices that are cut.
     """
@@ -381,10 +381,11 @@ def _grid(
     tiles: Sequence[int],
     before: tuple[int, int],
 ) -> BlockGrid:
-    """Return a grid of blocks of equal shape. Each block is the intersection of one tile on each axis, in one of the
-    equal matrices.
+    """Return a grid of blocks of equal shape. Each block is the intersection of one tile (`Tiles`) on each axis, in one
+    of the equal matrices.
 
-    factored: shape of the parameter. If its sections are repeated, their axis counts as two (see `_equal_matrices`).
+    factored: shape of the parameter. If an axis repeats its sections, such as queries, keys and values of each group of
+        heads, it is divided into two axes: the repetition, and the entries of one repetition.
     equal: the matrices that are cut into blocks.
     joined: for each axis of a matrix, the ranges of the parameter's axes that are flattened into it.
     chosen: for each axis of a matrix, the tiles of the blocks in this grid.
@@ -410,10 +411,11 @@ def _grid(
 
 
 def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]) -> Piece:
-    """Return the part of a block that is the intersection of one box of each tile.
+    """Return a part of a block that is a box in the parameter: the intersection of one box for each axis of the block.
 
     order: number of axes of the parameter.
-    boxes: for each axis of the block, one of the boxes of its tile, as in `Tiles.boxes`.
+    boxes: for each axis of the block, one of the boxes that form the block's range (tile) of this axis, as in
+        `Tiles.boxes`.
     """
     where = {axis: own for _, box in boxes for axis, own in box.items()}
     start, lengths = zip(*(where.get(axis, (0, 1)) for axis in range(order)), strict=True)

@@ -128,10 +128,11 @@ def the_loss_is_a_mean_over_targets(case: Case[Task]) -> None:
 
 
 def labels_are_classes_with_a_score(case: Case[Task]) -> None:
-    """Training and validation labels are integer classes, each with a score in the outputs, and of two classes or more.
+    """Training and validation labels are integer classes. Each class has a score in the outputs, and at least two
+    classes occur.
 
-    Targets of a loss of the task's own are labels if the task reports an accuracy. Floating-point targets of such a
-    loss, and the class that torch ignores, are not checked.
+    If a task defines its own loss, its targets are labels only if it reports an accuracy, and floating-point targets
+    are not checked. The class that torch ignores is never checked.
     """
     from eigengraft.experiments.tasks import Examples, Task
 
