@@ -357,7 +357,7 @@ class Record:
 
     @cached_property
     def start(self) -> FirstBatch | Exception:
-        """Numbers about the first batch, or the error if the task or its data are not on this machine."""
+        """Measures of the first batch, or the error if the task or its data are not on this machine."""
         if isinstance(self.initial, Exception):
             return self.initial
         try:
@@ -386,8 +386,8 @@ class Record:
     def share(self, name: str) -> float:
         """Return the norm that a layer had at the start, divided by a usual norm, but at most 1.
 
-        The usual norm is that of `shares`. If the task cannot be loaded, it is the median over all layers of the norms
-        at the start. Returns 1 if the norm of the layer is not known.
+        The usual norm is sqrt(rows / 3), as in `shares`. If the task cannot be loaded, it is the median over all layers
+        of the norms at the start. Returns 1 if the norm of the layer is not known.
         """
         if name in self.shares:
             return self.shares[name][0]
@@ -674,8 +674,9 @@ def _burst(record: Record) -> str:
 
 
 def _grown(record: Record) -> str:
-    """Return a sentence if most matrices grew to GROWN times their first norm, or times a usual norm if that is larger;
-    else "".
+    """Return a sentence if most matrices grew to GROWN times their first norm; else "".
+
+    Matrices with a small first norm are compared with sqrt(rows / 3) instead (see `Record.shares`).
     """
     growths = record.run.layers.get("weight_growth", {})
     if max(growths.values(), default=0.0) < GROWN:  # spares loading the task

@@ -53,7 +53,7 @@ def default_members(
     usual: Callable[[str], Declaration] = kind_alone,
     keep: Callable[[Any], bool] = bool,
 ) -> Callable[[], tuple[Any, ...]]:
-    """Return a function that makes the default candidates of a bench from the declarations that `defaults` returns.
+    """Return a function that makes the default candidates of a bench: a list of declarations, one for each kind.
 
     family: family of components to which the candidates belong.
     preferred: declarations of the first candidates.
@@ -310,7 +310,7 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def advice(self, rows: Sequence[Row]) -> list[str]:
-        """Return the recommendations for this device, one line for each problem, followed by the notes."""
+        """Return the lines below the tables: a recommendation for each problem on this device, then notes."""
         return [*recommend(self.recommendations(), rows), *self.notes(rows)]
 
     @final

@@ -83,7 +83,7 @@ class BudgetBench(DampedBench):
         ]
 
     def _layers(self) -> dict[str, list[list[Tensor]]]:
-        """Return the factors of each layer, by its name, as `LayerFactors.histories` has them.
+        """Return by name of a layer its factors (accumulated statistics) in the last steps (`LayerFactors.histories`).
 
         The factor of `interval - 1` steps before the present step is the oldest from which the root in use may have
         been computed, if roots are refreshed at this interval.

@@ -344,7 +344,7 @@ class StoredStack:
     step: int = 0
 
     def encode(self) -> Encoded:
-        """Encode x over the stored codes, with random numbers as the optimizer draws them."""
+        """Replace the stored codes by those of a tensor x, with random numbers as the optimizer draws them."""
         seeds = torch.arange(len(self.x), device=self.x.device) + self.seed
 
         def draw(like: Tensor, purpose: str) -> Tensor:

@@ -76,7 +76,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 
 def cosine_product(c: Tensor, left: Tensor, right: Tensor) -> float:
-    """Return the cosine of C and L x R."""
+    """Return the cosine of a matrix C and the Kronecker product of L and R, as vectors."""
     return cosine(c, torch.kron(left, right))
 
 
@@ -108,7 +108,7 @@ def gain_error(held_out: Tensor, left: Tensor, right: Tensor) -> float:
 
 
 def gain_spread(held_out: Tensor, left: Tensor, right: Tensor) -> float:
-    """Return the median of |log10 gain - median log10 gain| over the m n gains that `gains` computes.
+    """Return the median of |log10 gain - median log10 gain| over the gains that `gains` computes, one for each entry.
 
     A factor that all gains share is left out, because another learning rate would compensate for it.
     """

@@ -137,7 +137,9 @@ def track_report_command(
         bool, typer.Option("--check", help="write nothing: say whether the page is that of its results")
     ] = False,
 ) -> None:
-    """Print the steps that each entry of a track takes to each target. Write the folder's README.md and profile.svg."""
+    """Print how many steps each recipe of a track takes to the target loss of each task. Write README.md and
+    profile.svg of the folder.
+    """
     from ..reports.figures import save_figure
     from ..track.report import draw_profiles, standing, steps_table, track_page
     from ..track.track import load_track

@@ -682,7 +682,7 @@ def _kept_apart(runs: Iterable[Run], directory: Path) -> tuple[Run, ...]:
 
 
 def _seed_in_row(run: Run) -> tuple[object, ...]:
-    """Return the labels, variant and seed of a run. Only one run of a row of tables may have them."""
+    """Return the labels, variant and seed of a run. In one row of a table every run has another seed."""
     return (*run.labels.items(), run.variant, run.seed)
 
 

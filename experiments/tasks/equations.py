@@ -471,7 +471,7 @@ class Axis(nn.Module):
 
     @property
     def size(self) -> int:
-        """Number of features."""
+        """Number of features (sines, cosines and x itself) by which the network sees the axis."""
         return 2 * len(self.frequencies) + (not self.periodic)
 
     def forward(self, z: Tensor, order: int) -> list[Tensor]:

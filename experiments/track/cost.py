@@ -52,7 +52,7 @@ class Card(NamedTuple):
     traffic: float
 
     def milliseconds(self, full: float, half: float, traffic: float) -> float:
-        """Return the milliseconds for these operations, in float32 and in bfloat16, or for these bytes, if longer."""
+        """Return the larger of two times in milliseconds: that of these operations, and that of these bytes."""
         return 1e3 * max(full / self.float32 + half / self.bfloat16, traffic / self.traffic)
 
 

@@ -95,7 +95,7 @@ class Standing:
 
 
 def standing(track: Track, folder: Path) -> Standing:
-    """Return the entries of a folder with their scores and costs. Raises ValueError if results are missing."""
+    """Return the recipes of a track's folder with their scores and costs. Raises ValueError if results are missing."""
     entries, known = read_entries(track, folder), read_table(folder)
     recipes = {name: {key: value for key, value in known[name].recipe.items() if key != "lr"} for name in entries}
     found = scores(track, entries)
@@ -106,7 +106,7 @@ def standing(track: Track, folder: Path) -> Standing:
 
 
 def track_page(now: Standing, folder: Path) -> dict[Path, str]:
-    """Return path and text of a folder's page, with new tables between its markers."""
+    """Return path and text of a folder's README.md, with new tables between the comments that mark their place."""
     tables = {
         "steps": steps_table(now),
         "cost": cost_table(now),

@@ -1,4 +1,5 @@
-"""A track: its rules as data, its tables of entries and of runs, and the scores of entries."""
+"""A track: a benchmark in which recipes (its entries) train fixed tasks to a target loss. This file has its rules as
+data, its tables of entries and of runs, and the scores of entries."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class Trainer:
         self.diagnostics = Diagnostics(self.optimizer, *shown)
         self.layers = Layers(self.model, self.optimizer, self.ranks)
         self.batch: Batch | None = None
-        self.rows: list[dict[str, Any]] = []  # rows of metrics.jsonl; those of this process on rank 0 alone
+        self.rows: list[dict[str, Any]] = []  # rows of metrics.jsonl; rank 0 alone appends new ones
         trained = (self.model, self.optimizer, directory.path, self.ranks, self.rows)
         self.callbacks = Callbacks(experiment.callbacks, *trained, lambda: self.batch or no_batch())
         self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
@@ -166,7 +166,7 @@ class Trainer:
                 fault = self._divergence(self.step, *losses).fault()
                 self._note_fault(fault)
             elif self.window.skipped and self.fault is None:
-                # Other ranks may have skipped no gradient. They do not search, and this rank must not wait for them.
+                # Other ranks may have skipped no gradient, and look for no fault. This rank must not wait for them.
                 alone = Ranks(device=self.device)
                 self._note_fault(replace(self._divergence(self.step), ranks=alone).fault())
             if metrics is not None or not finite or self._due(self.experiment.log_every):
@@ -212,7 +212,7 @@ class Trainer:
                     fault = self._divergence(step).of_error(error, self.experiment.recipe.failure.roots)
                 except Exception:  # the search for the fault failed; the first error says more
                     fault = Fault.of_error(error, step)
-                self.fault = None  # the error replaces an earlier fault, as of a skipped gradient: it ends the run
+                self.fault = None  # the error ends the run, and replaces an earlier fault, such as a skipped gradient
                 self._note_fault(replace(fault, place="evaluation") if evaluation else fault)
             raise
 
