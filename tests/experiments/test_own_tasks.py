@@ -293,7 +293,7 @@ def test_batch_norm_breaks_no_law() -> None:
 
 
 class Rows(Task):
-    kind: Literal["rows"] = "rows"
+    kind: Literal["rows_of_a_file"] = "rows_of_a_file"
     path: str
 
     def load(self) -> Dataset:

@@ -19,6 +19,7 @@ DIAGONAL = "diag(Q^T A Q) comes from the triangle of a QR on a CPU, from product
 REGISTERS = "a CPU computes the last entries of a function once more, in full registers"
 # After one gradient the statistic of the longer axis is singular, and the first steps are as long along its null space.
 PLACE = "a CPU decomposes matrix by matrix, at aligned addresses, so that a null space has other rounding"
+PRODUCTS = "products in bfloat16 have 8 bits, and on some processors round by where their operands are in memory"
 CHOLESKY = "a device orthonormalizes bases by Cholesky QR, a CPU by Householder's"
 BEYOND = "columns of a basis beyond the rank of the first gradients are completed otherwise than by Householder's"
 MIXING = "averages are mixed with numbers of the host on a CPU, with a tensor on a device"
@@ -33,6 +34,7 @@ ROUNDING: dict[str, tuple[float, str]] = {
     "reference/distributed_shampoo": (2e-5, PLACE),
     "reference/distributed_shampoo_jax": (2e-5, PLACE),
     "reference/eigenvalue_corrected_shampoo": (5e-2, PLACE),
+    "reference/muon": (2e-3, PRODUCTS),
     "reference/soap": (5e-2, PLACE),
     "schedule_free_adamw": (1e-6, MIXING),
     "shampoo_kl": (1e-6, CHOLESKY),

@@ -175,8 +175,8 @@ def test_compiled_programs_leave_out_steps_in_which_a_refresh_begins_or_takes_ef
     monkeypatch.setattr(traced, "_PROGRAMS", {})
     given, seen = execution._block_inputs, set[int]()
 
-    def noted(program: Any, step: Any) -> Any:
-        found = given(program, step)
+    def noted(program: Any, step: Any, numbers: Any) -> Any:
+        found = given(program, step, numbers)
         if found is not None and step.blocks.stack_state.refreshes is not None:
             seen.add(int(step.context.steps[0]))
         return found

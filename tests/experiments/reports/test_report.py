@@ -697,7 +697,7 @@ def test_only_fields_that_distinguish_are_told():
 
 def test_a_stage_without_fields_is_named_by_its_chain_alone():
     more = {**ADAM, "update": [*ADAM["update"], {"kind": "sign", "damped": False}]}
-    (row,) = diff_recipes({"a": {"x": {"recipe": ADAM}, "y": {"recipe": more}}})
+    (row,) = differences({"a": {"x": {"recipe": ADAM}, "y": {"recipe": more}}})
     assert row[0] == "recipe.update"
 
 

@@ -191,7 +191,7 @@ def test_signals_that_no_program_has_are_refused() -> None:
 class Broken(Stage):
     """nan  where the gradient is above 1."""
 
-    kind: Literal["broken_for_test"] = "broken_for_test"
+    kind: Literal["nonfinite_for_test"] = "nonfinite_for_test"
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         return Traits(entrywise=True)
@@ -200,7 +200,7 @@ class Broken(Stage):
         return torch.where(gradient > 1, torch.nan, direction)
 
 
-Stage.members.pop("broken_for_test")  # the laws are about every member of the family
+Stage.members.pop("nonfinite_for_test")  # the laws are about every member of the family
 
 
 @pytest.mark.parametrize("shape", [(10, 32), (5, 2)], ids=["apart", "together"])
