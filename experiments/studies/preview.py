@@ -72,8 +72,8 @@ def preview_study(study: Study, directory: Path) -> StudyPreview:
     planned = plan_runs(study)
     searches = {} if study.tune is None else {c.directory: largest_search(study, c, directory) for c in cells_of(study)}
     seconds = expected_seconds([*timing, *planned])
-    left = unfinished(planned, directory)
-    total = sum(seconds[run.directory] for run in [*timing, *left])
+    left = [run.directory for run in unfinished(planned, directory)]
+    total = sum(seconds[place] for place in [*(run.directory for run in timing), *left])
     sizes: dict[str, tuple[int, int]] = {}
     cells: dict[str, list[PlannedRun]] = {}
     for run in planned:
@@ -87,7 +87,7 @@ def preview_study(study: Study, directory: Path) -> StudyPreview:
         key = first.experiment.task.model_dump_json() + first.experiment.run_recipe.model_dump_json()
         if key not in sizes:
             sizes[key] = _sizes(first.experiment)
-        complete = sum(run not in left for run in runs)
+        complete = len({run.directory for run in runs}.difference(left))
         tuning = searches.get(name, 0)
         total += tuning * seconds[first.directory]
         timed = sum(first.labels.items() <= run.labels.items() for run in timing)

@@ -83,6 +83,11 @@ class Batch(_Pair):
         return Batch(self.inputs.to(device), self.targets.to(device))
 
 
+def _path(task: Task) -> str:
+    """Return the path of a task in errors, such as "task.digits"."""
+    return f"task.{getattr(task, 'kind', '?')}"
+
+
 def require_batch(task: Task, name: str, batch: object) -> Batch:
     """Return `batch`, which code of the user has made. Raise TaskError if it is no `Batch`.
 
@@ -90,9 +95,7 @@ def require_batch(task: Task, name: str, batch: object) -> Batch:
     """
     if not isinstance(batch, Batch):
         got = "nothing" if batch is None else type(batch).__name__
-        raise TaskError(
-            f"task.{getattr(task, 'kind', '?')}: a {name} batch: expected Batch(inputs, targets), got {got}"
-        )
+        raise TaskError(f"{_path(task)}: a {name} batch: expected Batch(inputs, targets), got {got}")
     return batch
 
 
@@ -211,11 +214,11 @@ def located_call(task: Task, method: Literal["load", "build"]) -> Iterator[None]
         where = f" ({Path(file).name}:{lines[-1]})" if lines else ""
         if own and isinstance(error, ValueError):
             if not type(task).__module__.startswith("eigengraft."):
-                error.add_note(f"raised by {method}() of task.{getattr(task, 'kind', '?')}{where}")
+                error.add_note(f"raised by {method}() of {_path(task)}{where}")
             raise
         reason = str(error).strip()
         raise TaskError(
-            f"task.{getattr(task, 'kind', '?')}: {method}() raised {type(error).__name__}"
+            f"{_path(task)}: {method}() raised {type(error).__name__}"
             f"{f': {reason}' if reason else ''}{where}{_missing_path(task, error)}"
         ) from error
 
@@ -247,7 +250,7 @@ def located_errors(task: Task, model: nn.Module, batch: Batch) -> Iterator[None]
         reason = next(iter(str(error).splitlines()), "")
         layer, remedy = _failed_layer(error, model)
         raise TaskError(
-            f"task.{getattr(task, 'kind', '?')}: {layer} raised an error for a batch with {' and '.join(shapes)}: "
+            f"{_path(task)}: {layer} raised an error for a batch with {' and '.join(shapes)}: "
             f"{reason}{remedy or _dtype_remedy(model, batch)}"
         ) from error
 
@@ -461,7 +464,7 @@ class Task(Component, family="task"):
         """Return the data. Raises TaskError if `load` fails or returns no dataset with a fingerprint."""
         with located_call(self, "load"):
             data: object = self.load()  # code of the user may return anything
-        who = f"task.{getattr(self, 'kind', '?')}: load() must return"
+        who = f"{_path(self)}: load() must return"
         if not isinstance(data, Dataset):
             raise TaskError(
                 f"{who} a Dataset, got {type(data).__name__}; for data in memory return Examples(Batch(inputs, "
@@ -485,8 +488,7 @@ class Task(Component, family="task"):
                 model: object = self.build()  # code of the user may return anything
         if not isinstance(model, nn.Module):
             raise TaskError(
-                f"task.{getattr(self, 'kind', '?')}: build() must return an nn.Module, got {type(model).__name__}; "
-                "return the model alone"
+                f"{_path(self)}: build() must return an nn.Module, got {type(model).__name__}; return the model alone"
             )
         return model
 
@@ -496,7 +498,7 @@ class Task(Component, family="task"):
         """
         if targets.dtype not in _CLASSES or outputs.shape[:-1] != targets.shape:
             raise ValueError(
-                f"task.{getattr(self, 'kind', '?')}: cross-entropy needs targets with one class (torch.int64) for each "
+                f"{_path(self)}: cross-entropy needs targets with one class (torch.int64) for each "
                 f"row of outputs, got targets {targets.dtype} {list(targets.shape)} for outputs {list(outputs.shape)}; "
                 "convert classes with `targets.long()`, or define `loss(self, outputs, targets)` in the task"
             )
@@ -505,7 +507,7 @@ class Task(Component, family="task"):
         except IndexError:  # raised on the CPU only; a device checks labels without telling the host
             low, high, classes = int(targets.min()), int(targets.max()), outputs.shape[-1]
             raise LabelError(
-                f"task.{getattr(self, 'kind', '?')}: targets from {low} to {high} are out of range, as each output has "
+                f"{_path(self)}: targets from {low} to {high} are out of range, as each output has "
                 f"{classes} scores, for the classes 0 to {classes - 1}; number the classes from 0, or give the model "
                 "one output for each class"
             ) from None

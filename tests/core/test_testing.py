@@ -200,9 +200,9 @@ def test_a_stage_that_breaks_a_law_is_told_which(fault: str) -> None:
     says, law = LAWS[fault]
     with pytest.raises(LawError) as caught:
         check_stage(Broken(fault=fault), BLOCKS, degree=0, rotates=fault == "not blind to scale")
-    told = [line for line in str(caught.value).splitlines() if line.endswith(f"[broken law: {law}]")]
-    assert len(told) == 1 and told[0].startswith("update.broken_for_test: ")
-    check_said(told[0], *says, kind="LawError")
+    lines = [line for line in str(caught.value).splitlines() if line.endswith(f"[broken law: {law}]")]
+    assert len(lines) == 1 and lines[0].startswith("update.broken_for_test: ")
+    check_said(lines[0], *says, kind="LawError")
 
 
 @pytest.mark.parametrize(("wrong", "got"), [(0.5, "0.5"), (torch.nan, "nan")])

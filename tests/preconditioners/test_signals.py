@@ -1,4 +1,4 @@
-"""Signals: what stages are told besides the gradient, who tells it, and what is refused."""
+"""Signals: the values that stages receive besides the gradient, who provides them, and which are refused."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -22,14 +22,14 @@ class Listener(Stage):
 
     kind: Literal["listener_for_test"] = "listener_for_test"
     hears: tuple[str, ...] = ()
-    told: ClassVar[list[dict[str, Any]]] = []
+    received: ClassVar[list[dict[str, Any]]] = []
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         return Traits(signals=(Request("loss", "if_given"), *map(Request, self.hears)))
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         heard = {name: torch.as_tensor(value).clone() for name, value in context.signals.items()}
-        self.told.append({"blocks": (context.param_ids >> 32).tolist(), **heard})  # positions, without views
+        self.received.append({"blocks": (context.param_ids >> 32).tolist(), **heard})  # positions, without views
         return torch.zeros_like(direction)
 
 
@@ -51,9 +51,9 @@ for kind in ("listener_for_test", "counter_for_test"):
 
 
 @pytest.fixture(autouse=True)
-def told() -> list[dict[str, Any]]:
-    Listener.told.clear()
-    return Listener.told
+def received() -> list[dict[str, Any]]:
+    Listener.received.clear()
+    return Listener.received
 
 
 def parameters() -> list[nn.Parameter]:
@@ -67,19 +67,19 @@ def optimizer_of(made: list[nn.Parameter], *hears: str, **recipe: Any) -> Optimi
     return Optimizer(made, {"update": [Listener(hears=hears)], "routes": [], **recipe}, lr=0.25)
 
 
-def test_the_gradient_norm_is_that_of_all_parameters(told: list[dict[str, Any]]) -> None:
+def test_the_gradient_norm_is_that_of_all_parameters(received: list[dict[str, Any]]) -> None:
     made = parameters()
     optimizer_of(made, "gradient_norm").step()
     expected = torch.cat([p.grad.flatten() for p in made if p.grad is not None]).norm()
-    assert len(told) == 2 and all(torch.allclose(one["gradient_norm"], expected) for one in told)
+    assert len(received) == 2 and all(torch.allclose(one["gradient_norm"], expected) for one in received)
 
 
-def test_gradients_that_are_not_used_are_not_in_their_norm(told: list[dict[str, Any]]) -> None:
+def test_gradients_that_are_not_used_are_not_in_their_norm(received: list[dict[str, Any]]) -> None:
     made = parameters()
     assert made[0].grad is not None and made[1].grad is not None
     made[0].grad[0, 0], made[2].grad = torch.nan, None
     optimizer_of(made, "gradient_norm").step()
-    assert torch.allclose(told[0]["gradient_norm"], made[1].grad.norm())
+    assert torch.allclose(received[0]["gradient_norm"], made[1].grad.norm())
 
 
 def test_adam_clipped_by_the_norm_of_the_model_is_that_of_torch() -> None:
@@ -99,31 +99,31 @@ def test_adam_clipped_by_the_norm_of_the_model_is_that_of_torch() -> None:
         assert torch.allclose(mine, other, rtol=0, atol=1e-6)  # torch adds 1e-6 to the norm
 
 
-def test_the_fraction_of_the_run_goes_to_one(told: list[dict[str, Any]]) -> None:
+def test_the_fraction_of_the_run_goes_to_one(received: list[dict[str, Any]]) -> None:
     optimizer = optimizer_of(parameters()[:1], "step_fraction", total_steps=4)
     for _ in range(4):
         optimizer.step()
-    assert [float(one["step_fraction"]) for one in told] == [0.25, 0.5, 0.75, 1.0]
+    assert [float(one["step_fraction"]) for one in received] == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_parameters_are_told_in_blocks_as_they_were_before_the_step(told: list[dict[str, Any]]) -> None:
+def test_parameters_are_told_in_blocks_as_they_were_before_the_step(received: list[dict[str, Any]]) -> None:
     made = parameters()[:1]
     optimizer_of(made, "parameter", blocking={"size": 2, "merge": 1}).step()
-    found = {tuple(one["parameter"].shape[1:]): one["parameter"] for one in told}
+    found = {tuple(one["parameter"].shape[1:]): one["parameter"] for one in received}
     assert torch.equal(found[2, 2], torch.stack([made[0][:2, :2], made[0][2:, :2]]))
 
 
-def test_the_loss_comes_from_the_closure_or_is_provided(told: list[dict[str, Any]]) -> None:
+def test_the_loss_comes_from_the_closure_or_is_provided(received: list[dict[str, Any]]) -> None:
     optimizer = optimizer_of(parameters()[:1])
     optimizer.step(lambda: torch.tensor(3.0))
     optimizer.step()  # the stage accepts it: it may be missing
     assert optimizer.provide("loss", 1.0) and optimizer.provide("loss", torch.tensor(2.0))
     optimizer.step()
     optimizer.step()
-    assert [float(one["loss"]) if "loss" in one else None for one in told] == [3.0, None, 1.5, None]
+    assert [float(one["loss"]) if "loss" in one else None for one in received] == [3.0, None, 1.5, None]
 
 
-def test_numbers_and_tensors_for_each_parameter(told: list[dict[str, Any]]) -> None:
+def test_numbers_and_tensors_for_each_parameter(received: list[dict[str, Any]]) -> None:
     """The largest of several numbers, as the signal declares; the mean of several tensors."""
     made = parameters()
     optimizer = optimizer_of(made, SHARPNESS.name, "hessian_diagonal")
@@ -132,9 +132,11 @@ def test_numbers_and_tensors_for_each_parameter(told: list[dict[str, Any]]) -> N
     optimizer.provide("hessian_diagonal", {p: p.detach() for p in made})
     optimizer.provide("hessian_diagonal", {p: 3 * p.detach() for p in made})
     optimizer.step()
-    sharpness = {p: float(value) for one in told for p, value in zip(one["blocks"], one[SHARPNESS.name], strict=True)}
+    sharpness = {
+        p: float(value) for one in received for p, value in zip(one["blocks"], one[SHARPNESS.name], strict=True)
+    }
     assert sharpness == {0: 7.0, 1: 1.0, 2: 2.0}
-    matrices = next(one["hessian_diagonal"] for one in told if len(one["blocks"]) == 2)
+    matrices = next(one["hessian_diagonal"] for one in received if len(one["blocks"]) == 2)
     assert torch.allclose(matrices, 2 * torch.stack([made[0], made[2]]))
 
 
@@ -154,7 +156,7 @@ def test_totals_of_slots_are_over_all_blocks_and_groups() -> None:
 
 
 @pytest.mark.parametrize("why", ["scaler", "scaler on a device", "skip", "raise", "raise late", "spike"])
-def test_values_of_a_stopped_step_are_dropped(why: str, told: list[dict[str, Any]]) -> None:
+def test_values_of_a_stopped_step_are_dropped(why: str, received: list[dict[str, Any]]) -> None:
     """However a step is stopped, its values are not joined with those of the next step."""
     late, calls, nan = why == "raise late", list[str](), torch.tensor(torch.nan)
     failure: dict[str, Any] = {
@@ -184,12 +186,12 @@ def test_values_of_a_stopped_step_are_dropped(why: str, told: list[dict[str, Any
         if "scaler" in why:
             del vars(optimizer)["found_inf"]
         step(3.0, torch.tensor(1.0))
-        assert float(told[-1]["hessian_diagonal"].max()) == 3.0
+        assert float(received[-1]["hessian_diagonal"].max()) == 3.0
     assert len(calls) == 5 or "raise" in why  # a source is called in every step, so that no value waits in it
 
 
 @pytest.mark.parametrize("rule", ["sam", "line_search"])
-def test_values_of_trial_passes_are_dropped(rule: str, told: list[dict[str, Any]]) -> None:
+def test_values_of_trial_passes_are_dropped(rule: str, received: list[dict[str, Any]]) -> None:
     """A step uses the values of one call of its closure, and leaves none for the next step."""
     weight, calls = nn.Parameter(normal(4, 3, seed=0)), list[float]()
     optimizer = optimizer_of(
@@ -206,14 +208,14 @@ def test_values_of_trial_passes_are_dropped(rule: str, told: list[dict[str, Any]
     for _ in range(2):
         begun = len(calls)
         optimizer.step(closure)
-        assert float(told[-1]["hessian_diagonal"].max()) == begun + (rule == "sam") and len(calls) == begun + 2
+        assert float(received[-1]["hessian_diagonal"].max()) == begun + (rule == "sam") and len(calls) == begun + 2
 
 
-def test_nobody_asks_nothing_is_kept(told: list[dict[str, Any]]) -> None:
+def test_nobody_asks_nothing_is_kept(received: list[dict[str, Any]]) -> None:
     optimizer = optimizer_of(parameters()[:1])
     assert not optimizer.provide("hessian_diagonal", {})
     optimizer.step()
-    assert [sorted(one) for one in told] == [["blocks"]]
+    assert [sorted(one) for one in received] == [["blocks"]]
 
 
 def test_signals_that_cannot_be_are_refused() -> None:

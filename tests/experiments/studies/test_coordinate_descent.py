@@ -46,7 +46,7 @@ def search(tuning, loss, start=0.01, metric=LOSS):
     ("fields", "start"), [({}, 0.01), ({"weight_decay": 0.5}, 0.5), ({"recipe": "sgd"}, None), ({"lr": 0.2}, 0.01)]
 )
 def test_a_search_of_the_weight_decay_starts_at_that_of_the_cell(fields, start):
-    """That of the recipe adamw is 0.01, and sgd has none."""
+    """The weight decay of the recipe adamw is 0.01. The recipe sgd has no weight decay."""
     tuning, cell = (
         CoordinateDescent(seeds=(0,), space={"weight_decay": {"ratio": 2}}),
         load_experiment({**TINY, **fields}),
