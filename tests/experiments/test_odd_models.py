@@ -195,7 +195,7 @@ def test_all_of_them_train_in_one_model(recipe: str) -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    ["adam_mini", "apollo_mini", "galore", "muon_8bit", "newton_muon", "normuon"],
+    ["adam_mini", "apollo_mini", "galore", "muon_8bit", "newton_muon", "normuon", "singd"],
 )
 def test_a_wide_convolution_has_the_state_of_a_matrix(recipe: str) -> None:
     with torch.device("meta"):
