@@ -123,7 +123,7 @@ def with_partners(
                 taken.append((own, partner))
                 for name in sorted(names):
                     given.setdefault(name, {})[at] = own.signal(name, partner)
-        found.append((param_set, step and replace(step, partners=given)))
+        found.append((param_set, step and replace(step, signals={**step.signals, **given})))
     for own, partner in taken:
         own.remember(partner)
     return found

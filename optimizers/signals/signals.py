@@ -500,7 +500,7 @@ class Signals:
         shared = dict(self._of_all(ready, taken))
         found = [(param_set, step and self._of_one(param_set, step, shared)) for param_set, step in steps]
         self.drop()  # even if no gradient was usable
-        made = {name for _, step in found if step is not None for name in step.outputs}
+        made = {name for _, step in found if step is not None for name in step.signals}
         for name, where in self.somewhere.items() if ready else ():
             if name not in made:
                 raise _error(known_signals()[name], where, "every step", "none for any parameter")
@@ -563,17 +563,19 @@ class Signals:
         shared: numbers by name, as `_of_all` yields them.
         """
         asked = {name for spec in param_set.specs for name in self.asked[spec.path]}
-        entries: dict[str, Sequence[Tensor | None]] = {}
-        entries |= {"parameter": param_set.iterates.parameters} if "parameter" in asked else {}
+        found: dict[str, object] = {**shared}
+        if "parameter" in asked:
+            found["parameter"] = param_set.iterates.parameters
         calls = [self._call(known_signals()[name], param_set, step) for name in sorted(asked - OWN)]
         if not calls:
-            return replace(step, numbers=shared, entries=entries)
+            return replace(step, signals=found)
         what = f"signals {', '.join(call.signal.name for call in calls)} of {param_set.names[0]}"
         device, ranks = param_set.parameters[0].device, param_set.rank_group
         numbers, tensors, missing = gather_signals(calls, len(param_set.specs), device, ranks and ranks.all_ranks, what)
         if missing is not None:
             raise self._missing(missing, param_set)
-        return _with_tensors(replace(step, numbers={**shared, **numbers}, entries=entries), tensors, param_set)
+        lists = {name: _by_position(name, values, param_set) for name, values in tensors.items()}
+        return replace(step, signals={**found, **numbers, **lists})
 
     def _call(self, signal: Signal, param_set: ParamSet, step: Step) -> SignalCall:
         """Return this rank's values of a signal for one step, and the positions of the parameters that request it."""
@@ -610,24 +612,21 @@ def _error(signal: Signal, where: str, when: str, got: str) -> ValueError:
     return ValueError(f"{where}: the signal '{signal.name}' is required in {when}, got {got}; provide it with {by}")
 
 
-def _with_tensors(step: Step, gathered: Mapping[str, Mapping[int, Tensor]], param_set: ParamSet) -> Step:
-    """Return a step with the gathered tensors, as lists by position of the parameter.
+def _by_position(name: str, gathered: Mapping[int, Tensor], param_set: ParamSet) -> list[Tensor | SideMatrix | None]:
+    """Return the gathered values of a signal as a list with an item for each parameter.
 
     A matrix over the inputs or outputs of a parameter becomes a `SideMatrix`.
     """
-    entries, matrices = dict(step.entries), dict[str, list[SideMatrix | None]]()
-    outputs = dict[str, list[Tensor | None]]()
-    for name, tensors in gathered.items():
-        extent, specs = known_signals()[name].extent, param_set.specs
+    found: list[Tensor | SideMatrix | None] = [None] * len(param_set.specs)
+    extent = known_signals()[name].extent
+    for at, value in gathered.items():
         if extent == "entry":
-            entries[name] = [tensors.get(at) for at in range(len(specs))]
+            found[at] = value
         elif extent == "outputs":
-            rows = {at: for_outputs(tensors[at], param_set, at, name) for at in tensors}
-            outputs[name] = [rows.get(at) for at in range(len(specs))]
+            found[at] = for_outputs(value, param_set, at, name)
         else:
-            made = {at: _side_matrix(tensors[at], param_set, at, name) for at in tensors}
-            matrices[name] = [made.get(at) for at in range(len(specs))]
-    return replace(step, entries=entries, matrices=matrices, outputs=outputs)
+            found[at] = _side_matrix(value, param_set, at, name)
+    return found
 
 
 def _side_matrix(value: Tensor, param_set: ParamSet, at: int, name: str) -> SideMatrix:

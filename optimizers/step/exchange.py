@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.blocking import SideMatrix, stacked_rows
+from eigengraft.blocking import stacked_rows
 from eigengraft.blocking.stacks import side_blocks
 from eigengraft.numerics import StackRows, norms_by_dtype
 from eigengraft.signals import asking, known_signals
@@ -71,13 +71,9 @@ class Step:
     rates: learning rate and weight decay of each parameter.
     survey: facts about the full gradients, such as their norms.
     gathered: by number of a stack, its gradients `[N, *block]`, if the check of gradients has gathered them.
-    numbers: by name, signals with one number for the step, signals with a number for each parameter (`[P]`), and sums
-        of slots over all parameters.
-    entries: by name, signals with a number for each entry of a parameter.
-    matrices: by name, signals with a matrix over the inputs or outputs of a parameter.
-    outputs: by name, signals with a number for each output of a parameter.
-    partners: signals for a parameter that is one factor of a matrix product: rows of the other factor, by name of the
-        signal and then by position of the parameter.
+    signals: signals by name, and sums of slots over all parameters by key of the slot. A value is one number for the
+        step, `[P]`, a list with a tensor or `SideMatrix` for each parameter, or, for partner signals, a mapping from
+        positions to tensors. `Signal.extent` says which.
     step_numbers: numbers that follow from step counts. A graph that captures the step reads them on the device.
     """
 
@@ -87,11 +83,7 @@ class Step:
     rates: Rates
     survey: GradientSurvey
     gathered: dict[int, Tensor] = field(default_factory=dict)
-    numbers: Mapping[str, Tensor | float] = field(default_factory=dict)
-    entries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    matrices: Mapping[str, Sequence[SideMatrix | None]] = field(default_factory=dict)
-    outputs: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
-    partners: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
+    signals: Mapping[str, Any] = field(default_factory=dict)
     step_numbers: StepNumbers = field(default_factory=StepNumbers)
 
     def gather(self, blocks: ActiveBlocks) -> Tensor:
@@ -167,8 +159,8 @@ class LocalExchange:
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         """Return blocks `[n, *block]` of a source. Gradients include the weight decay that the recipe adds to them."""
         stack, path, rates = blocks.stack, blocks.stack_state.path, self.step.rates
-        if source in self.step.entries:
-            return stack.gather(self.step.entries[source])
+        if source in self.step.signals:
+            return stack.gather(self.step.signals[source])
         if source == "parameters":
             return stack.gather(self.decaying())
         gradient, decays = self.step.gather(blocks), rates.decays_gradients(path)
@@ -260,19 +252,22 @@ def find_signals(blocks: ActiveBlocks, step: Step, exchange: LocalExchange) -> d
     state, found = blocks.stack_state, dict[str, Tensor | float]()
     if not (state.signals or state.totals):
         return found
-    for name in sorted(state.signals):
-        if name in PROVIDERS:
-            found[name] = PROVIDERS[name](blocks, step, exchange)
-        elif name in step.entries:
-            found[name] = exchange.gather(blocks, name)
-        elif name in step.matrices:
-            if len(blocks.stack.block) > 1 or known_signals()[name].extent != "input_matrix":
-                found[name] = side_blocks(blocks.stack, step.matrices[name])
-        elif name in step.partners:
-            found[name] = stacked_rows(step.partners[name], blocks.stack.param_ids.tolist(), blocks.stack.dtype)
-        elif name in step.numbers:
-            value = step.numbers[name]
-            if isinstance(value, Tensor) and value.ndim:
-                value = value[blocks.param_index].to(blocks.stack.dtype)
-            found[name] = value
-    return {**found, **{key: step.numbers[key] for key in state.totals}}
+    stack, known = blocks.stack, known_signals()
+    for name in sorted(PROVIDERS.keys() & state.signals):
+        found[name] = PROVIDERS[name](blocks, step, exchange)
+    for name in sorted(step.signals.keys() & state.signals):
+        value = step.signals[name]
+        match known[name].extent:
+            case "entry":
+                found[name] = exchange.gather(blocks, name)
+            case "input_matrix" if len(stack.block) == 1:
+                pass
+            case "input_matrix" | "output_matrix":
+                found[name] = side_blocks(stack, value)
+            case "partner":
+                found[name] = stacked_rows(value, stack.param_ids.tolist(), stack.dtype)
+            case "parameter":
+                found[name] = value[blocks.param_index].to(stack.dtype)
+            case "step":
+                found[name] = value
+    return {**found, **{key: step.signals[key] for key in state.totals}}

@@ -25,7 +25,7 @@ from eigengraft.distributed.gradients import BackwardGather, UsedGradients
 from eigengraft.distributed.param_gather import ParamGather
 from eigengraft.distributed.rank_group import Work
 from eigengraft.numerics import compute_dtype, is_dtensor, local
-from eigengraft.signals import requested
+from eigengraft.signals import known_signals, requested
 
 from ..recipe.recipe import Recipe
 from ..stacks.placement import ParamSpec
@@ -111,7 +111,9 @@ class RankExchange(LocalExchange):
         sources: dict[str, Source] = {"gradients": partial(self._entries, step)}
         if self._needs_parameters:
             sources["parameters"] = reading(self.decaying())
-        sources.update({name: reading(tensors) for name, tensors in step.entries.items()})
+        for name, signal in known_signals().items():
+            if signal.extent == "entry" and name in step.signals:
+                sources[name] = reading(step.signals[name])
         begun, self._gathering = {("gradients", index): work for index, work in self._gathering.items()}, {}
         self.comm_step = CommStep(self.comm_plan, sources, self._receive, begun)
 

@@ -288,7 +288,7 @@ class ParamSet:
             self._begun |= step.active
             moved = step.active & (self.update_counts > 0)
         if self._keeps_iterates:
-            self.iterates.signals = step.outputs
+            self.iterates.signals = step.signals
             self.iterates.adopt_writes(np.flatnonzero(moved & (self.update_counts > 1)).tolist())
             self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
         groups: Sequence[Sequence[StackState]] = self.together

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +36,8 @@ class IterateStore:
     paired: paths of updates of paired parameters, such as the factors A and B of a product. The update of A uses the
         value that B had at the last update of A. This value is stored with B.
     tensors: for each parameter, slots by stage (AVERAGING or "<path>.constraints.<label>") and name.
-    signals: by name, P tensors for the constraints in the present step; None for a parameter without the signal.
+    signals: all signals of the present step by name. Those that constraints request have P tensors; None for a
+        parameter without the signal.
     held: P training iterates while the parameters hold the evaluated iterates. None in training.
     """
 
@@ -52,7 +54,7 @@ class IterateStore:
         self.averaging, self.constraints, self.parameters, self.paths = averaging, constraints, parameters, paths
         self.tensors = [self._allocate(parameter, path) for parameter, path in zip(parameters, paths, strict=True)]
         self.held: list[Tensor] | None = None
-        self.signals: Mapping[str, Sequence[Tensor | None]] = {}
+        self.signals: Mapping[str, Any] = {}
         self.shard_sums = shard_sums
         self.begin(range(len(parameters)), constrained=shard_sums is None)
 
@@ -173,7 +175,8 @@ class IterateStore:
     ) -> tuple[list[tuple[Constraint, Slots]], ConstraintContext]:
         """Return the constraints of an update with their slots for some parameters, and the constraints' context."""
         sums = None if self.shard_sums is None else partial(self.shard_sums, positions)
-        signals = {name: [tensors[position] for position in positions] for name, tensors in self.signals.items()}
+        asked = {name for own in self.constraints[path] for name in own.requires_some & self.signals.keys()}
+        signals = {name: [self.signals[name][position] for position in positions] for name in asked}
         pairs: list[tuple[Constraint, Slots]] = [
             (own, self._named(positions, _stage(path, own))) for own in self.constraints[path]
         ]
