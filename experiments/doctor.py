@@ -428,7 +428,7 @@ class Record:
         steps = self.run.rows[-1]["step"] if self.run.rows else 0
         seen = f"the last row of metrics is that of step {steps}" if steps else "there is no row of metrics"
         try:
-            saved = max(RunDirectory(self.run.directory).checkpoint_steps(), default=0)
+            saved = max(RunDirectory(self.run.directory).checkpoints(), default=0)
         except RecipeError as error:
             advice = str(error)
         else:

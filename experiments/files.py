@@ -12,7 +12,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,49 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def append_text(path: Path, text: str) -> None:
-    """Append text to a file, which is created if it does not exist."""
-    with writing(path), path.open("a", encoding="utf-8") as stream:
-        stream.write(text)
+class JsonLines:
+    """A file of JSON objects, one per line, each with its `step`. Rows are appended, with ascending steps.
+
+    A kill during an append leaves a last line without an end, which is no row.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        """Append rows. The file is created if it does not exist."""
+        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        with writing(self.path), self.path.open("a", encoding="utf-8") as stream:
+            stream.write(text)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all rows, [] if there is no file.
+
+        Raises:
+            RecipeError: a finished line is no JSON. The error names the file and the line.
+        """
+        return [_parsed(self.path, line, f"line {number}") for number, line in enumerate(self._lines(), start=1)]
+
+    def sync(self) -> None:
+        """Wait until all rows are on disk."""
+        if self.path.exists():
+            with self.path.open("rb") as stream:
+                os.fsync(stream.fileno())
+
+    def rewind(self, step: int) -> None:
+        """Drop all rows after a step. A line that a crash damaged is dropped with all rows behind it."""
+        size = 0
+        with suppress(ValueError):
+            for line in self._lines():
+                if json.loads(line)["step"] > step:
+                    break
+                size += len(line)
+        if self.path.exists():
+            os.truncate(self.path, size)
+
+    def _lines(self) -> list[bytes]:
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.is_file() else []
+        return [line for line in lines if line.endswith(b"\n")]
 
 
 def read_json(path: Path) -> Any:
@@ -113,16 +152,6 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise RecipeError(f"{path}: contains a JSON {type(content).__name__}, not an object; remove the file")
     return content
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a file of JSON lines, [] if there is no file. An unfinished last line is left out.
-
-    Raises:
-        RecipeError: a finished line is no JSON. The error names the file and the line.
-    """
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    return [_parsed(path, line, f"line {number}") for number, line in enumerate(lines, start=1) if line.endswith(b"\n")]
 
 
 def _parsed(path: Path, content: bytes, what: str) -> Any:

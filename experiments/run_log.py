@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,8 +25,7 @@ from torch import Tensor
 from eigengraft.component import Component
 from eigengraft.errors import RecipeError, did_you_mean, near_names
 
-from .files import make_directory, write_text
-from .training.divergence import Fault, FaultCause, FaultPlace
+from .training.divergence import Fault, FaultCause
 from .training.outcome import finite_or_none
 from .training.rundir import RunDirectory
 
@@ -96,25 +95,14 @@ class RunLog:
             seed = int(named[1]) if named else 0
         declared = {"name": recipe} if isinstance(recipe, str) else dict(recipe or {})
         fixed = {"name": self.directory.name, "task": {"kind": task}, "recipe": declared}
-        self.config = {**settings, **fixed, "lr": lr, "steps": steps, "seed": seed}
-        self._acquire()
-        self._began = time.perf_counter()
-
-    def _acquire(self) -> None:
-        known = self._run.read("config")
-        if known and known != json.loads(json.dumps(self.config)):
-            raise RecipeError(f"{self.directory}: contains a run with other settings; choose another directory")
-        if (self.directory / "result.json").exists():
+        self.config = json.loads(json.dumps({**settings, **fixed, "lr": lr, "steps": steps, "seed": seed}))
+        self._run.acquire(self.config)
+        if self._run.read("result") is not None:
             raise RecipeError(f"{self.directory}: contains a complete run; choose another directory, or remove it")
-        if not known and self.directory.exists() and any(self.directory.iterdir()):
-            raise RecipeError(f"{self.directory}: contains other files; choose an empty or new directory")
-        make_directory(self.directory)
         where = {"python": platform.python_version(), "platform": platform.platform(), "command": sys.argv}
-        self._run.write("config", self.config)
         self._run.write("env", where)
-        self.rows = self._run.rows()
-        fault = self._run.read("fault")
-        self._fault = Fault(**fault) if fault else None
+        self.rows = self._run.metrics.rows()
+        self._began = time.perf_counter()
 
     def row(self, step: int, loss: float | None = None, **numbers: float | None) -> None:
         """Append a row. If rows of this step or of later steps exist, they are dropped first.
@@ -141,45 +129,13 @@ class RunLog:
         row = {**dict.fromkeys((*ROW_COLUMNS, *given)), **{name: finite_or_none(x) for name, x in parsed.items()}}
         row |= {f"{name}{NOT_FINITE}": str(x) for name, x in losses.items() if not math.isfinite(x)}
         if self.rows and step <= self.rows[-1]["step"]:
-            self.rows = [one for one in self.rows if one["step"] < step]
-            write_text(self._run.metrics, "".join(json.dumps(one) + "\n" for one in self.rows))
+            self._run.rewind(int(step) - 1)
+            self.rows = self._run.metrics.rows()
         self.rows.append({**row, "step": int(step)})
-        self._run.append(self.rows[-1])
-        self._note_fault(int(step), {"loss": losses.get("loss"), "evaluation": losses.get("val_loss")})
-
-    def _note_fault(self, step: int, losses: Mapping[FaultPlace, float | None]) -> None:
-        """Write the first loss that is not finite to fault.json, and keep the file when later losses are finite.
-
-        If the step of the fault is logged again, the file is replaced, or removed if the new losses are finite.
-
-        losses: training loss ("loss") and validation loss ("evaluation") of the step; None: not logged.
-        """
-        known, given = self._fault, {place: x for place, x in losses.items() if x is not None}
-        if known is not None and step <= known.step:
-            known = None
-        for place, value in given.items():
-            if math.isfinite(value):
-                continue
-            if known is None:
-                known = self._lost_loss(place, step, value)
-            elif place == "loss" and known.place == "evaluation":
-                # After the validation loss, the training loss is not finite either: validation data are not the cause.
-                known = replace(known, cause="loss not finite")
-        if known is not None and known is not self._fault:
-            self._run.write("fault", asdict(known))
-        elif known is None and self._fault is not None:
-            (self.directory / "fault.json").unlink(missing_ok=True)
-        self._fault = known
-
-    def _lost_loss(self, place: FaultPlace, step: int, value: float) -> Fault:
-        """Return a fault that reports the loss `value`, which is not finite, without a search for the reason."""
-        column, name = ("loss", "training") if place == "loss" else ("val_loss", "validation")
-        before = [row for row in self.rows if row[column] is not None]
-        last = f"; it was {before[-1][column]:.4g} at step {before[-1]['step']}" if before else ", its first row"
-        text = f"the {name} loss is {value} at step {step}{last}"
-        trains = any(row["loss"] is not None for row in self.rows)
-        cause: FaultCause = "validation data" if place == "evaluation" and trains else "loss not finite"
-        return Fault(place, cause, step, "", text)
+        self._run.metrics.append(self.rows[-1])
+        known = self._run.read("fault")
+        if not all(map(math.isfinite, losses.values())) and (known is None or known["cause"] == "validation data"):
+            self._run.write("fault", asdict(_first_fault(self.rows)))
 
     def finish(self) -> None:
         """Write the result from the last row. A run whose last losses are not finite has diverged."""
@@ -205,6 +161,20 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.finish()
+
+
+def _first_fault(rows: Sequence[Mapping[str, Any]]) -> Fault:
+    """Return the fault of the first loss that is not finite, without a search for the reason."""
+    place = next(i for i, row in enumerate(rows) if is_lost(row, "loss") or is_lost(row, "val_loss"))
+    row, training = rows[place], is_lost(rows[place], "loss")
+    column, name = ("loss", "training") if training else ("val_loss", "validation")
+    finite = [one for one in rows[:place] if one[column] is not None]
+    last = f"; it was {finite[-1][column]:.4g} at step {finite[-1]['step']}" if finite else ", its first row"
+    text = f"the {name} loss is {row[column + NOT_FINITE]} at step {row['step']}{last}"
+    # If a training loss is not finite, now or later, validation data are not the cause.
+    trains = any(one["loss"] is not None for one in rows[: place + 1]) and not any(is_lost(one, "loss") for one in rows)
+    cause: FaultCause = "validation data" if trains else "loss not finite"
+    return Fault("loss" if training else "evaluation", cause, row["step"], "", text)
 
 
 def _parsed(name: str, value: Any) -> float:

@@ -27,6 +27,7 @@ from eigengraft.preconditioners import chain_slots
 from eigengraft.slots import StateKey
 
 from ..training.experiment import load_experiment
+from ..training.rundir import RUN, RunDirectory
 from ..training.train import isolated_run
 from .bench import Bench, Declaration, Listed, PositiveInts, label
 from .view import Panel, Recommendation, Row, groups, measured_rows, xy
@@ -262,8 +263,8 @@ def trained_factors(source: str, at: tuple[int, ...], beta: float) -> dict[str, 
 def saved_factors(path: str) -> dict[str, Tensor]:
     """Return the factors in a saved optimizer state, by parameter and slot, as stacks `[blocks, d, d]`.
 
-    path: a run directory, its checkpoint.pt, or a file that `torch.save` made of `optimizer.state_dict()` or of a
-        mapping with such a state under "optimizer".
+    path: the directory of a run of a single process, or a file that `torch.save` made of `optimizer.state_dict()` or of
+        a mapping with such a state under "optimizer".
 
     Factors are slots of the role `statistic` that are square matrices. Their scale is that of the state, without bias
     correction.
@@ -291,7 +292,8 @@ def saved_factors(path: str) -> dict[str, Tensor]:
 
 
 def _optimizer_state(path: str) -> Mapping[str, Any]:
-    file = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    saved = RunDirectory(path).checkpoints()
+    file = saved[max(saved)] / RUN if saved else Path(path)
     if not file.is_file():
         raise RecipeError(f"checkpoint: '{file}' is not a file; give a run directory or a file of a saved optimizer")
     try:

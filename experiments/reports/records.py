@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from eigengraft.errors import counted, name_some
 
-from ..files import read_object, read_rows
+from ..files import JsonLines, read_object
 from ..provenance import provenance_of, variants, without_folders
 from .seed_statistics import Target
 
@@ -137,14 +137,14 @@ class Run:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl. A last line that a kill has cut short is left out."""
-        return read_rows(self.directory / "metrics.jsonl")
+        return JsonLines(self.directory / "metrics.jsonl").rows()
 
     @cached_property
     def diagnostics(self) -> list[dict[str, Any]]:
         """Lines of diagnostics.jsonl. A run writes them at its end, and during training if the experiment asks for
         this.
         """
-        return read_rows(self.directory / "diagnostics.jsonl")
+        return JsonLines(self.directory / "diagnostics.jsonl").rows()
 
     @cached_property
     def layers(self) -> dict[str, dict[str, float]]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Strict
 from torch import nn
@@ -129,21 +130,14 @@ class Limits(Callback):
         return any(step == at and (value < limit if larger else value > limit) for at, limit in self.limits)
 
 
-class Log(Protocol):
-    """The log that a tracker writes during one run."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values of a step. Steps are ascending."""
-
-    def close(self) -> None:
-        """Finish the log at the end of the run."""
+Write = Callable[[int, Mapping[str, float]], None]
+"""Function that writes the values of a step to a log: values by name of a column."""
 
 
 class Tracker(Callback, ABC):
     """A callback that passes on the numbers of every row of metrics: losses, rate, times, norms of layers and counts.
 
-    A tracker of your own is a component with the method `open`. The log that it opens belongs to the process and is not
-    stored in the component.
+    A tracker of your own is a component with the method `open`, a context manager.
 
     needs: name of a package that `open` imports; a run ends before its first step if it is not installed. Empty: none.
     """
@@ -155,8 +149,13 @@ class Tracker(Callback, ABC):
             import_optional(self.needs, f"callbacks.{self.needs}")
 
     @abstractmethod
-    def open(self, run: RunView, step: int) -> Log:
-        """Open the log of a run. step: step of the next row; rows of an existing log from this step on are dropped."""
+    def open(self, run: RunView, step: int) -> AbstractContextManager[Write]:
+        """Open the log of a run, and return a function that writes the values of a step. Steps are ascending.
+
+        The log is closed at the end of the run.
+
+        step: step of the next row. Rows of an existing log from this step on are dropped.
+        """
 
 
 class TensorBoard(Tracker):
@@ -168,11 +167,18 @@ class TensorBoard(Tracker):
     kind: Literal["tensorboard"] = "tensorboard"
     needs: ClassVar[str] = "tensorboard"
 
-    def open(self, run: RunView, step: int) -> Log:
+    @contextmanager
+    def open(self, run: RunView, step: int) -> Iterator[Write]:
         from torch.utils.tensorboard import SummaryWriter
 
+        def write(step: int, values: Mapping[str, float]) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
         # A continued run repeats the steps after its checkpoint, and writes their rows again.
-        return _TensorBoardLog(SummaryWriter(run.directory / "tensorboard", purge_step=step))
+        with SummaryWriter(run.directory / "tensorboard", purge_step=step) as writer:
+            yield write
 
 
 class WandB(Tracker):
@@ -187,39 +193,16 @@ class WandB(Tracker):
     project: str = Field("eigengraft", min_length=1, description="project of the runs")
     mode: Literal["offline", "online"] = Field("offline", description="online: runs are uploaded at once")
 
-    def open(self, run: RunView, step: int) -> Log:
+    @contextmanager
+    def open(self, run: RunView, step: int) -> Iterator[Write]:
         import wandb
 
         directory = run.directory
         config = read_object(directory / "config.json")
         name = "/".join(directory.absolute().parts[-2:])
         named = {"project": self.project, "name": name, "group": name}
-        began = wandb.init(mode=self.mode, dir=directory, config=config, reinit="create_new", **named)
-        return _WandBLog(began)
-
-
-@dataclass(frozen=True)
-class _TensorBoardLog:
-    writer: Any
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-@dataclass(frozen=True)
-class _WandBLog:
-    began: Any
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.began.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self.began.finish()
+        with wandb.init(mode=self.mode, dir=directory, config=config, reinit="create_new", **named) as began:
+            yield lambda step, values: began.log(dict(values), step=step)
 
 
 @dataclass(frozen=True)
@@ -228,7 +211,8 @@ class Callbacks:
 
     rows: rows of metrics.jsonl. The run appends new rows.
     batch: function that returns this rank's rows of the present batch.
-    logs: index of a tracker -> its open log, and the step of the last row that the log received.
+    logs: functions that write to the open logs of trackers, by the place of the tracker.
+    open_logs: stack that closes all logs.
     """
 
     callbacks: tuple[Callback, ...]
@@ -238,7 +222,8 @@ class Callbacks:
     ranks: Ranks
     rows: Sequence[Mapping[str, Any]]
     batch: Callable[[], Batch]
-    logs: dict[int, tuple[Log, int]] = field(default_factory=dict)
+    logs: dict[int, Write] = field(default_factory=dict)
+    open_logs: ExitStack = field(default_factory=ExitStack)
 
     def start(self) -> None:
         """Call `started` of every callback, and check that all signals of the recipe are provided.
@@ -255,40 +240,28 @@ class Callbacks:
                 raise RecipeError(f"{fault}; {remedy}")
             warn_user(f"{fault}, so the recipe runs without this signal; {remedy}")
 
-    def stop(self, tick: Tick) -> bool:
-        """Call all callbacks after a step with a row of metrics. Return True if one of them ends the run."""
-        if not self.callbacks:
-            return False
-        return self.ranks.on_first(lambda: self._stop(tick))
+    def stop(self, tick: Tick, finite: bool) -> bool:
+        """Pass the new row of metrics to all trackers and, if the run has not diverged, to all callbacks. Return True
+        if a callback ends the run.
+        """
+        return bool(self.callbacks) and self.ranks.on_first(lambda: self._stop(tick, finite))
 
     def finished(self, result: Result) -> None:
-        """Call `finished` of every callback, after trackers have received the last row, and close the logs.
-
-        Only rank 0 calls this.
-        """
+        """Call `finished` of every callback, and close the logs. Only rank 0 calls this."""
         view = self._view()
-        self._track(view)
         for one in self.callbacks:
             one.finished(view, result)
-        for log, _ in self.logs.values():
-            log.close()
+        self.open_logs.close()
 
-    def _stop(self, tick: Tick) -> bool:
-        view = self._view()
-        self._track(view)
-        return True in [one.stepped(view, tick) for one in self.callbacks]
-
-    def _track(self, view: RunView) -> None:
-        """Pass the last row to every tracker that has not received it."""
-        row = view.rows[-1]
-        step = row["step"]
+    def _stop(self, tick: Tick, finite: bool) -> bool:
+        view, row = self._view(), self.rows[-1]
         values = {name: v for name, v in row.items() if name != "step" and isinstance(v, (int, float))}
         for place, one in enumerate(self.callbacks):
             if isinstance(one, Tracker):
-                log, last = self.logs.get(place) or (one.open(view, step), step - 1)
-                if step > last:
-                    log.log(step, values)
-                self.logs[place] = log, step
+                if place not in self.logs:
+                    self.logs[place] = self.open_logs.enter_context(one.open(view, tick.step))
+                self.logs[place](tick.step, values)
+        return finite and True in [one.stepped(view, tick) for one in self.callbacks]
 
     def _view(self) -> RunView:
         return RunView(self.model, self.optimizer, self.directory, self.rows, self.batch)

@@ -1,17 +1,14 @@
-"""Progress and outcome of a run: a tick per step, windows of metrics, diagnostics of the optimizer, and the result."""
+"""Progress and outcome of a run: a tick per step, windows of metrics, and the result."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-import eigengraft
-
 from ..tasks import Metrics
-from .rundir import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -117,59 +114,6 @@ def further_metrics(metrics: Metrics | None) -> dict[str, float | None]:
     Returns {} without an evaluation.
     """
     return {} if metrics is None else {name: finite_or_none(value) for name, value in metrics.columns.items()}
-
-
-@dataclass(frozen=True)
-class Diagnostics:
-    """Tables of `optimizer.inspect()`, written at regular steps of a run and at its last step.
-
-    every: steps between two tables; None: no tables are written.
-    last: last step of the run.
-    writes: True on the rank that writes the files; all ranks take part in making the tables.
-    """
-
-    optimizer: eigengraft.Optimizer
-    directory: RunDirectory
-    every: int | None
-    last: int
-    writes: bool = True
-
-    def before(self, step: int) -> None:
-        """Prepare the optimizer to measure the step number `step` (from 1) if this step gets a table."""
-        if self._due(step):
-            self.optimizer.watch_next_step()
-
-    def after(self, step: int) -> None:
-        """If the step gets a table, write it. The table has a line for each parameter, stage and measure, with one
-        value for all blocks.
-        """
-        if not self._due(step):
-            return
-        rows = self.optimizer.inspect().by_parameter().records()
-        if self.writes:
-            kept = [{key: value for key, value in row.items() if key != "block"} for row in rows]
-            self.directory.append_diagnostics({"step": step, **row} for row in kept)
-
-    def finish(self, step: int, layers: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows about layers to the table of the last step.
-
-        A row is left out if the table already has a row with the same parameter and measure.
-
-        step: number of the last step of the run.
-        """
-        if self.writes:
-            keys = ("parameter", "measure")
-            known = {tuple(row[key] for key in keys) for row in self.directory.diagnostics() if row["step"] == step}
-            new = [row for row in layers if tuple(row[key] for key in keys) not in known]
-            self.directory.append_diagnostics({"step": step, **row} for row in new)
-
-    def rewind(self, step: int) -> None:
-        """Drop tables of steps after `step`, from which the run continues."""
-        if self.writes:
-            self.directory.rewind_diagnostics(step)
-
-    def _due(self, step: int) -> bool:
-        return self.every is not None and (step % self.every == 0 or step == self.last)
 
 
 def finite_or_none(value: float | None) -> float | None:

@@ -5,18 +5,19 @@ env.json           versions, machine, data, command line
 metrics.jsonl      one row per line, append-only
 diagnostics.jsonl  norms of all layers at the end, and tables of `optimizer.inspect()` if the experiment asks for them
 fault.json         the first value that was not finite, or the error that ended the run; absent if nothing went wrong
-checkpoint.pt      everything that is needed to continue; for several processes checkpoint-<step>/
-branch.pt          a checkpoint before the learning rate falls (schedule wsd), from which a longer run continues
+checkpoint-<step>/ everything that is needed to continue from a step
 result.json        written last: the run is complete
 lock               locked while a process trains here
 
-A file is either complete or absent: it is written under a temporary name and then renamed. A checkpoint contains the
-length of metrics.jsonl at its step. A continued run drops later rows and computes the same rows again.
+A file or checkpoint is either complete or absent: it is written under a temporary name and then renamed. A run that
+continues from the checkpoint of a step drops the rows of later steps and computes the same rows again.
 
-Checkpoints of several processes are directories in torch's distributed format: shards of parameters and state are saved
-by name with their offset in the full tensor. The last two directories are kept, and the one of the step before the
-learning rate falls. A run continues from its newest checkpoint of either form, on any number of processes and under any
-`parallel`.
+A checkpoint has the file run.pt. A single process stores everything in it. Several processes store model and optimizer
+beside it, in torch's distributed format: shards are saved by name with their offset in the full tensor. A run continues
+from its newest checkpoint on any number of processes and under any `parallel`.
+
+The last two checkpoints are kept, of a complete run only the last one. The checkpoint before the learning rate falls
+(schedule wsd) is kept too, because a longer run continues from it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from torch import nn
 from eigengraft.errors import RecipeError, first_lines
 from eigengraft.optimizers.recipe.overrides import differences
 
-from ..files import PARTIAL, append_text, make_directory, read_object, read_rows, replacing, write_text, writing
+from ..files import PARTIAL, JsonLines, make_directory, read_object, write_text, writing
 from ..provenance import REMEDY, without_folders
 from .parallel import Ranks
 
@@ -59,7 +60,7 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.metrics = self.path / "metrics.jsonl"
+        self.metrics, self.diagnostics = (JsonLines(self.path / f"{name}.jsonl") for name in ("metrics", "diagnostics"))
 
     def acquire(self, config: Mapping[str, Any], extensible: bool = False) -> None:
         """Make this the directory of a run with the configuration `config`.
@@ -104,102 +105,29 @@ class RunDirectory:
         """Write `name`.json, completely or not at all."""
         write_text(self.path / f"{name}.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Append one row of metrics."""
-        append_text(self.metrics, json.dumps(row, allow_nan=False) + "\n")
-
-    def append_diagnostics(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows of diagnostics, each with its `step`."""
-        lines = (json.dumps(row, allow_nan=False) + "\n" for row in rows)
-        append_text(self.path / "diagnostics.jsonl", "".join(lines))
-
-    def rewind_diagnostics(self, step: int) -> None:
-        """Drop rows of diagnostics after a step, and a last line that was cut short."""
-        file = self.path / "diagnostics.jsonl"
-        if file.exists():
-            write_text(file, "".join(json.dumps(row) + "\n" for row in self.diagnostics() if row["step"] <= step))
-
-    def diagnostics(self) -> list[dict[str, Any]]:
-        """Return the rows of diagnostics so far."""
-        return read_rows(self.path / "diagnostics.jsonl")
-
-    def rewind_fault(self, step: int) -> dict[str, Any] | None:
-        """Return the recorded fault of a run that continues from `step`, or None if there is none.
-
-        A fault after this step is removed, and None is returned.
-        """
-        fault = self.read("fault")
-        if fault is not None and fault["step"] > step:
+    def rewind(self, step: int) -> None:
+        """Drop rows of metrics, rows of diagnostics and a fault after a step, from which the run continues."""
+        self.metrics.rewind(step)
+        self.diagnostics.rewind(step)
+        if (self.read("fault") or {"step": 0})["step"] > step:
             (self.path / "fault.json").unlink()
-            return None
-        return fault
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics so far."""
-        return read_rows(self.metrics)
-
-    def save(self, state: Mapping[str, Any], name: str = "checkpoint") -> None:
-        """Write a checkpoint of a single process, completely or not at all, with the length of metrics.jsonl."""
-        size = self.metrics_size()
-        with replacing(self.path / f"{name}.pt") as temporary, temporary.open("wb") as stream:
-            torch.save({**state, "metrics_bytes": size}, stream)
 
     @property
     def begun(self) -> bool:
         """True if the run has a result, or a checkpoint from which it continues."""
-        return self.read("result") is not None or bool(self._checkpoint_files() or _complete(self))
+        return self.read("result") is not None or bool(self.checkpoints())
 
-    def newest_checkpoint(self) -> Path | None:
-        """Return the checkpoint from which the run continues: checkpoint.pt or the directory of the last step. Return
-        None if there is none.
-        """
-        file = self.path / "checkpoint.pt"
-        return max([file] * file.is_file() + _complete(self), key=checkpoint_step, default=None)
+    def checkpoints(self) -> dict[int, Path]:
+        """Return all complete checkpoints by step, in ascending order."""
+        paths = (path for path in self.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
+        return dict(sorted((int(path.name.rpartition("-")[2]), path) for path in paths))
 
-    def checkpoint_steps(self) -> list[int]:
-        """Return the steps of all complete checkpoints."""
-        return [checkpoint_step(path) for path in (*self._checkpoint_files(), *_complete(self))]
-
-    def _checkpoint_files(self) -> list[Path]:
-        """Return the checkpoints of a single process that exist."""
-        files = (self.path / f"{name}.pt" for name in ("checkpoint", "branch"))
-        return [file for file in files if file.is_file()]
-
-    def rewind_checkpoints(self, step: int) -> None:
-        """Drop checkpoints after a step, so that the run continues from the newest remaining checkpoint."""
-        branch, last = self.path / "branch.pt", self.path / "checkpoint.pt"
-        if last.is_file() and checkpoint_step(last) > step:
-            if branch.is_file() and checkpoint_step(branch) <= step:
-                branch.replace(last)
-            else:  # no file is left to continue from, but a checkpoint directory may be
-                last.unlink()
-        for folder in _complete(self):
-            if checkpoint_step(folder) > step:
-                shutil.rmtree(folder)
-
-    def drop_checkpoints(self) -> None:
-        """Remove all checkpoints. Only a complete run may lose them."""
-        for name in ("checkpoint", "branch"):
-            (self.path / f"{name}.pt").unlink(missing_ok=True)
-        for folder in self.path.glob("checkpoint-*"):
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def metrics_size(self) -> int:
-        """Return the length of metrics.jsonl in bytes, after it has been written to disk."""
-        if not self.metrics.exists():
-            return 0
-        with self.metrics.open("rb") as stream:
-            os.fsync(stream.fileno())
-            return os.fstat(stream.fileno()).st_size
-
-    def rewind(self, size: int) -> None:
-        """Drop the rows of metrics after the first `size` bytes."""
-        if self.metrics.exists():
-            if self.metrics.stat().st_size < size:
-                raise RecipeError(
-                    f"{self.metrics}: is shorter than the {size} bytes that its checkpoint covers; remove {self.path}"
-                )
-            os.truncate(self.metrics, size)
+    def keep_checkpoints(self, steps: Collection[int | None]) -> None:
+        """Remove all checkpoints except those of `steps`."""
+        for step, path in self.checkpoints().items():
+            if step not in steps:
+                # A kill during the removal leaves no incomplete checkpoint under the name.
+                shutil.rmtree(path.replace(path.with_name(f".{path.name}{PARTIAL}")))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -227,31 +155,11 @@ class RunDirectory:
         return set(self.path.glob(f".*{PARTIAL}"))
 
 
-_KEPT = 2
-_NOTES = "run.pt"
+RUN = "run.pt"
+"""Name of the file in a checkpoint that has the notes and, if a single process wrote it, model and optimizer."""
 
 
-def _complete(run: RunDirectory) -> list[Path]:
-    return [path for path in run.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-
-
-def checkpoint_step(path: Path) -> int:
-    """Return the step of a checkpoint: of a directory by its name, of a file by its content."""
-    if path.suffix != ".pt":
-        return int(path.name.rpartition("-")[2])
-    return int(_read_file(path, mmap=True)["step"])
-
-
-def _read_file(path: Path, mmap: bool = False) -> dict[str, Any]:
-    """Return the content of the checkpoint of a single process."""
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:  # torch raises many kinds of errors for a damaged file
-        raise RecipeError(f"{path}: the checkpoint cannot be read; remove {path.parent}") from error
-    return content
-
-
-def save_sharded(
+def save_checkpoint(
     run: RunDirectory,
     ranks: Ranks,
     model: nn.Module,
@@ -259,105 +167,112 @@ def save_sharded(
     notes: Mapping[str, Any],
     branch: int | None = None,
 ) -> None:
-    """Write the checkpoint of step `notes["step"]`. All ranks must call this.
+    """Write the checkpoint of step `notes["step"]`, and remove all older ones except the one before. All ranks must
+    call this.
 
-    notes: state of the run without the states of model and optimizer. Rank 0 writes the notes.
+    notes: state of the run without the states of model and optimizer.
     branch: step whose checkpoint is never removed. None: there is no such step.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save as write
 
     final = run.path / f"checkpoint-{notes['step']}"
-    temporary = run.path / f".{final.name}{PARTIAL}"
-    ranks.on_first(lambda: shutil.rmtree(temporary, ignore_errors=True))
-    try:
-        write(_state(model, optimizer), checkpoint_id=temporary)
-    except CheckpointException as error:
-        raise OSError(f"{final}: cannot be written: {_first(error)}") from error
+    temporary = final.with_name(f".{final.name}{PARTIAL}")
+    whole: dict[str, Any] = {}
 
     def publish() -> None:
-        with writing(final), (temporary / _NOTES).open("wb") as stream:
-            torch.save({**notes, "metrics_bytes": run.metrics_size()}, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(final)
-        others = (path for path in _complete(run) if checkpoint_step(path) != branch)
-        for old in sorted(others, key=checkpoint_step)[:-_KEPT]:
-            doomed = run.path / f".{old.name}{PARTIAL}"
-            old.replace(doomed)  # a kill during removal then leaves no incomplete checkpoint under the name
-            shutil.rmtree(doomed)
+        with writing(final):
+            temporary.mkdir(exist_ok=True)
+            with (temporary / RUN).open("wb") as stream:
+                torch.save({**notes, **whole}, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            run.metrics.sync()
+            run.diagnostics.sync()
+            temporary.replace(final)
+        run.keep_checkpoints([*list(run.checkpoints())[-2:], branch])
 
-    ranks.on_first(publish)
+    try:
+        if ranks.distributed:
+            write(_sharded(model, optimizer), checkpoint_id=temporary)
+        else:
+            whole |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        ranks.on_first(publish)
+    except CheckpointException as error:
+        raise OSError(f"{final}: cannot be written: {_first(error)}") from error
+    finally:
+        if ranks.first:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def load_checkpoint(
     run: RunDirectory, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any] | None:
-    """Restore model and optimizer from the newest checkpoint, of one process or of several.
+    """Restore model and optimizer from the newest checkpoint, of one process or of several, and return its notes.
 
-    All ranks must call this. Rows of metrics after the checkpoint are dropped. Return the entries of the checkpoint
-    without the states of model and optimizer, None if there is no checkpoint. Only a checkpoint of a single process has
-    the random state, in the entries `rng` and `device_rng`.
+    All ranks must call this. Rows and a fault after the checkpoint are dropped; if there is none, all of them. Return
+    None if there is no checkpoint.
     """
-    found, notes = ranks.on_first(lambda: _notes(run))
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    def rewound() -> Path | None:
+        step, newest = max(run.checkpoints().items(), default=(0, None))
+        run.rewind(step)
+        return newest
+
+    found = ranks.on_first(rewound)
     if found is None:
         return None
-    if notes is None:
-        return _load_file(found, ranks, model, optimizer)
-    _load_directory(run, ranks, found, model, optimizer)
+    try:
+        notes = _read(found / RUN)
+        if "model" in notes:
+            _load(notes, ranks, model, optimizer)
+        else:
+            _load_sharded(found, ranks, model, optimizer)
+    except (CheckpointException, OSError) as error:
+        others = len(run.checkpoints()) > 1
+        remedy = f"remove {found} to continue from the one before" if others else f"remove {run.path}"
+        raise RecipeError(f"{found}: the checkpoint cannot be read; {remedy}: {_first(error)}") from error
     return notes
 
 
-def _notes(run: RunDirectory) -> tuple[Path | None, dict[str, Any] | None]:
-    """Return the newest checkpoint and, if it is a directory, the notes that `save_sharded` wrote into it.
-
-    Drop the rows of metrics after the checkpoint. If there is none, return (None, None) and drop all rows.
-    """
-    found = run.newest_checkpoint()
-    if found is None:
-        run.rewind(0)
-        return None, None
-    if found.suffix == ".pt":
-        run.rewind(_read_file(found, mmap=True)["metrics_bytes"])
-        return found, None
+def _read(path: Path) -> dict[str, Any]:
     try:
-        notes: dict[str, Any] = torch.load(found / _NOTES, map_location="cpu", weights_only=True)
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds of errors for a damaged file
-        raise RecipeError(f"{found}: the checkpoint cannot be read; {_remedy(run, found)}") from error
-    run.rewind(notes["metrics_bytes"])
-    return found, notes
-
-
-def _load_file(found: Path, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restore model and optimizer from the file of a single process and return its other entries."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    content = _read_file(found)
-    if ranks.distributed:
-        set_model_state_dict(model, content.pop("model"), options=StateDictOptions(full_state_dict=True))
-    else:
-        model.load_state_dict(content.pop("model"))
-    optimizer.load_state_dict(content.pop("optimizer"))
+        raise OSError(f"{path.name} is damaged") from error
     return content
 
 
-def _load_directory(
-    run: RunDirectory, ranks: Ranks, found: Path, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """Restore model and optimizer from the directory of several processes."""
+def _load(notes: dict[str, Any], ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Restore model and optimizer from the notes of a single process, and remove their states from the notes."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    if ranks.distributed:
+        set_model_state_dict(model, notes.pop("model"), options=StateDictOptions(full_state_dict=True))
+    else:
+        model.load_state_dict(notes.pop("model"))
+    optimizer.load_state_dict(notes.pop("optimizer"))
+
+
+def _load_sharded(found: Path, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Restore model and optimizer from the shards that several processes wrote."""
     from torch.distributed.checkpoint import state_dict
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load as read
 
-    state = _state(model, optimizer)
-    try:
-        with warnings.catch_warnings():
-            # torch warns that a load without a process group is one of a single process, even if `no_dist` says so.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            read(state, checkpoint_id=found, no_dist=not ranks.distributed)
-    except (CheckpointException, OSError) as error:
-        raise RecipeError(f"{found}: cannot be read; {_remedy(run, found)}: {_first(error)}") from error
+    state = _sharded(model, optimizer)
+    with warnings.catch_warnings():
+        # torch warns that a load without a process group is one of a single process, even if `no_dist` says so.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        read(state, checkpoint_id=found, no_dist=not ranks.distributed)
     state_dict.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def _sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    from torch.distributed.checkpoint import state_dict
+
+    model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
 
 
 def _first(error: BaseException) -> str:
@@ -365,15 +280,3 @@ def _first(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     fault = next(iter(failures.values()))[0] if failures else error
     return f"{type(fault).__name__}: {fault}"
-
-
-def _remedy(run: RunDirectory, broken: Path) -> str:
-    others = len(_complete(run)) > 1 or (run.path / "checkpoint.pt").is_file()
-    return f"remove {broken} to continue from the one before" if others else f"remove {run.path}"
-
-
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    from torch.distributed.checkpoint import state_dict
-
-    model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}

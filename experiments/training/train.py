@@ -32,9 +32,9 @@ from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
 from .experiment import Experiment
 from .layers import LayerRecord, Layers
-from .outcome import Diagnostics, MetricsWindow, Result, Tick, finite_or_none, further_metrics
+from .outcome import MetricsWindow, Result, Tick, finite_or_none, further_metrics
 from .parallel import Ranks, local_device, process_group, report_lost_rank, reshard_model, seed_step
-from .rundir import RunDirectory, checkpoint_step, load_checkpoint, save_sharded
+from .rundir import RunDirectory, load_checkpoint, save_checkpoint
 
 
 def branch_step(experiment: Experiment) -> int | None:
@@ -45,6 +45,12 @@ def branch_step(experiment: Experiment) -> int | None:
     """
     last = experiment.schedule.shared_steps(experiment.steps) - 1
     return last if experiment.schedule.warmup_steps < last < experiment.steps else None
+
+
+def _prune(run: RunDirectory, experiment: Experiment) -> None:
+    """Remove the checkpoints of a complete run, except those from which it can be extended if they are to be kept."""
+    kept = [*list(run.checkpoints())[-1:], branch_step(experiment)] if experiment.keep_checkpoint else []
+    run.keep_checkpoints(kept)
 
 
 def extend_run(run: RunDirectory, experiment: Experiment) -> None:
@@ -72,10 +78,11 @@ def _extend(run: RunDirectory, experiment: Experiment, known: dict[str, Any]) ->
     require_provenance(run, found)
     _require_extensible(run, experiment, steps)
     shared = experiment.schedule.shared_steps(steps, experiment.steps)
-    if not any(step < shared for step in run.checkpoint_steps()):
+    kept = [step for step in run.checkpoints() if step < shared]
+    if not kept:
         raise RecipeError(_no_checkpoint(run, experiment, steps, shared))
     (run.path / "result.json").unlink(missing_ok=True)
-    run.rewind_checkpoints(shared - 1)
+    run.keep_checkpoints(kept)
     run.write("config", {**known, "steps": experiment.steps})
 
 
@@ -100,7 +107,7 @@ def _require_extensible(run: RunDirectory, experiment: Experiment, steps: int) -
 
 
 def _no_checkpoint(run: RunDirectory, experiment: Experiment, steps: int, shared: int) -> str:
-    kept = run.checkpoint_steps()
+    kept = run.checkpoints()
     if not kept:
         return f"{run.path}: the run has no checkpoint to continue from; train the longer run in another directory"
     kind, longer = getattr(experiment.schedule, "kind", "?"), experiment.steps
@@ -130,11 +137,10 @@ class Trainer:
         self.optimizer = eigengraft.compose(experiment.run_recipe, self.model, *rates, **options)
         self.scheduler = experiment.schedule.scheduler(self.optimizer, experiment.steps)
         self.branch = branch_step(experiment)
-        shown = (directory, experiment.diagnostics_every, experiment.steps, self.ranks.first)
-        self.diagnostics = Diagnostics(self.optimizer, *shown)
         self.layers = Layers(self.model, self.optimizer, self.ranks)
         self.batch: Batch | None = None
         self.rows: list[dict[str, Any]] = []  # rows of metrics.jsonl; rank 0 alone appends new ones
+        self.inspected: list[dict[str, Any]] = []  # rows of diagnostics about the optimizer in the present step
         trained = (self.model, self.optimizer, directory.path, self.ranks, self.rows)
         self.callbacks = Callbacks(experiment.callbacks, *trained, lambda: self.batch or no_batch())
         self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
@@ -147,7 +153,6 @@ class Trainer:
     def run(self, progress: Callable[[Tick], None] | None) -> Result:
         """Train from the last checkpoint, or from the start, to the end, and return the result."""
         self._continue()
-        self.diagnostics.rewind(self.step)
         with self._recorded_errors(self.step + 1):
             self.callbacks.start()
         metrics: Metrics | None = None
@@ -156,7 +161,7 @@ class Trainer:
             with self._recorded_errors(self.step + 1):
                 self._train_step()
             with self._recorded_errors(self.step, evaluation=True):
-                metrics = self._evaluate() if self._due(self.experiment.eval_every) else None
+                metrics = self._evaluate() if self._due(self.step, self.experiment.eval_every) else None
             losses = [self.window.losses[-1], *([] if metrics is None else [metrics.val_loss])]
             finite = all(map(math.isfinite, losses)) and not self._lost()
             tick = self._tick(metrics)
@@ -169,18 +174,18 @@ class Trainer:
                 # Other ranks may have skipped no gradient, and look for no fault. This rank must not wait for them.
                 alone = Ranks(device=self.device)
                 self._note_fault(replace(self._divergence(self.step), ranks=alone).fault())
-            if metrics is not None or not finite or self._due(self.experiment.log_every):
+            if metrics is not None or not finite or self._due(self.step, self.experiment.log_every):
                 self._write_row(lr, metrics)
             with self._recorded_errors(self.step):
-                ends = finite and not self.window.losses and self.callbacks.stop(tick)  # a row was written
+                ends = not self.window.losses and self.callbacks.stop(tick, finite)  # a row was written
             if not finite or ends or self.step == self.experiment.steps:
                 # Before the checkpoint of this step, which does not contain the table.
-                self.diagnostics.finish(self.step, self.layers.table())
+                self._write_layers()
             if not finite:
                 return self._finish(None, fault.text)
             if ends:
                 break
-            if self._due(self.experiment.checkpoint_every) or self.step == self.branch:
+            if self._due(self.step, self.experiment.checkpoint_every) or self.step == self.branch:
                 self._save()
         return self._finish(metrics or self._evaluate())
 
@@ -232,12 +237,14 @@ class Trainer:
         if self.ranks.distributed:
             # A single process has the random state in its checkpoint instead.
             seed_step(self.experiment.seed, self.step, self.ranks.rank)
-        self.diagnostics.before(self.step + 1)
+        every = self.experiment.diagnostics_every
+        if inspected := every is not None and self._due(self.step + 1, every):
+            self.optimizer.watch_next_step()
         loss = self.optimizer.step(lambda: self._backward(batch, weight))
         end = self._now()
         self.scheduler.step()
         self.step += 1
-        self.diagnostics.after(self.step)
+        self.inspected = self._inspect() if inspected else []
         if measured:
             self.layers.after()
         # An update that was skipped on a device is counted a step later.
@@ -251,8 +258,22 @@ class Trainer:
 
     def _measured(self, step: int) -> bool:
         """Return True if norms are measured in a step: in the first step, and in all steps with a row of metrics."""
-        periods = (self.experiment.log_every, self.experiment.eval_every)
-        return step in (1, self.experiment.steps) or any(step % every == 0 for every in periods)
+        return step == 1 or self._due(step, self.experiment.log_every, self.experiment.eval_every)
+
+    def _inspect(self) -> list[dict[str, Any]]:
+        """Write and return rows of diagnostics, one for each parameter, stage and measure, over all blocks."""
+        found = self.optimizer.inspect().by_parameter().records()
+        rows = [{"step": self.step, **{key: v for key, v in row.items() if key != "block"}} for row in found]
+        if self.ranks.first:
+            self.directory.diagnostics.append(*rows)
+        return rows
+
+    def _write_layers(self) -> None:
+        """Write rows of diagnostics about layers, except measures of a parameter that `inspect` has returned."""
+        known = {(row["parameter"], row["measure"]) for row in self.inspected}
+        rows = (row for row in self.layers.table() if (row["parameter"], row["measure"]) not in known)
+        if self.ranks.first:
+            self.directory.diagnostics.append(*({"step": self.step, **row} for row in rows))
 
     def _backward(self, batch: Batch, weight: float) -> Tensor:
         """Compute the gradients of a batch, clip them, and return the loss."""
@@ -283,8 +304,9 @@ class Trainer:
             self.optimizer.train()
             reshard_model(self.module)
 
-    def _due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.experiment.steps
+    def _due(self, step: int, *periods: int) -> bool:
+        """Return True for the last step of the run and for every step that one of the periods divides."""
+        return step == self.experiment.steps or any(step % every == 0 for every in periods)
 
     def _tick(self, metrics: Metrics | None) -> Tick:
         val_loss, window = metrics.val_loss if metrics is not None else None, self.window
@@ -301,7 +323,7 @@ class Trainer:
             flops = 6 * weights * self.tokens  # of forward and backward passes (Kaplan et al. 2020)
             spent = {"lr": lr, "seconds": self.seconds, "tokens": self.tokens, "flops": flops}
             self.rows.append(self.window.row(self.step, metrics, spent, layers))
-            self.directory.append(self.rows[-1])
+            self.directory.metrics.append(self.rows[-1])
         self.window = MetricsWindow()
 
     def _read_clipped(self) -> None:
@@ -328,8 +350,7 @@ class Trainer:
             result = self._result(metrics, parameters, held, diagnosis)
             self.callbacks.finished(result)
             self.directory.write("result", asdict(result))
-            if not self.experiment.keep_checkpoint:
-                self.directory.drop_checkpoints()
+            _prune(self.directory, self.experiment)
             return result
 
         return self.ranks.on_first(end)
@@ -357,19 +378,11 @@ class Trainer:
         self._read_clipped()
         notes = {"step": self.step, "seconds": self.seconds, "window": asdict(self.window)}
         notes |= {"first_loss": self.first_loss, "last_loss": self.last_loss, "layers": asdict(self.layers.record)}
-        notes |= {"tokens": self.tokens, "scheduler": self.scheduler.state_dict()}
-        if self.ranks.distributed:
-            save_sharded(self.directory, self.ranks, self.model, self.optimizer, notes, self.branch)
-            return
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
-            "device_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-        }
-        if self.step == self.branch:
-            self.directory.save({**notes, **state}, "branch")
-        self.directory.save({**notes, **state})
+        notes |= {"tokens": self.tokens, "scheduler": self.scheduler.state_dict(), "rows": len(self.rows)}
+        if not self.ranks.distributed:
+            notes["rng"] = torch.get_rng_state()
+            notes["device_rng"] = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        save_checkpoint(self.directory, self.ranks, self.model, self.optimizer, notes, self.branch)
 
     def _continue(self) -> None:
         """Restore the last checkpoint, if any. Raises RecipeError if code or data differ from the run's first step."""
@@ -386,12 +399,16 @@ class Trainer:
             self._restore_random(notes)
             self.scheduler.load_state_dict(notes["scheduler"])
             self.step, self.seconds, self.window = notes["step"], notes["seconds"], MetricsWindow(**notes["window"])
-            # Checkpoints of older versions do not have these entries.
-            self.first_loss, self.last_loss = notes.get("first_loss"), notes.get("last_loss")
-            self.tokens = notes.get("tokens", 0)
-            self.layers.record = LayerRecord(**notes.get("layers", {}))
-        self.rows += self.directory.rows()
-        known = self.ranks.on_first(lambda: self.directory.rewind_fault(self.step))
+            self.first_loss, self.last_loss, self.tokens = notes["first_loss"], notes["last_loss"], notes["tokens"]
+            self.layers.record = LayerRecord(**notes["layers"])
+        self.rows += self.directory.metrics.rows()
+        if notes is not None and len(self.rows) < notes["rows"]:
+            file = self.directory.metrics.path
+            raise RecipeError(
+                f"{file}: has {len(self.rows)} of the {notes['rows']} rows that its checkpoint covers; remove "
+                f"{file.parent}"
+            )
+        known = self.ranks.on_first(lambda: self.directory.read("fault"))
         self.fault = Fault(**known) if known is not None else None
 
     def _restore_random(self, notes: dict[str, Any]) -> None:
@@ -455,8 +472,7 @@ def train(
             if result is not None:
                 data = experiment.task.new_data().fingerprint
                 require_provenance(run, describe_provenance(data, experiment))
-                if not experiment.keep_checkpoint:
-                    run.drop_checkpoints()
+                _prune(run, experiment)
             return result
 
         done = ranks.on_first(acquire)
@@ -467,15 +483,15 @@ def train(
                 trainer = Trainer(experiment, run, ranks, checked)
             except Exception as error:
                 if not ranks.distributed:
-                    next_step = max(run.checkpoint_steps(), default=0) + 1
+                    next_step = max(run.checkpoints(), default=0) + 1
                     run.write("fault", asdict(Fault.of_error(error, next_step)))
                 raise
             return trainer.run(progress if ranks.first else None)
 
 
 def _advice(run: RunDirectory) -> str:
-    last = run.newest_checkpoint()
-    where = f"from step {checkpoint_step(last)}" if last is not None else "from the start"
+    last = max(run.checkpoints(), default=None)
+    where = f"from step {last}" if last is not None else "from the start"
     return (
         f"Give the same command again to continue {where}, with any number of ranks, or with parallel=none in a single "
         "process."

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -657,7 +658,7 @@ WRONG = {
     "two lengths": (["train", "exp.yaml", "steps=8", "--extend", "9"], ("--extend", 9, "steps")),
     "a directory in use": (["train", "exp.yaml", "--out", "full"], ("full",)),
     "a file as directory": (["train", "exp.yaml", "--out", "exp.yaml"], ("exp.yaml",)),
-    "broken checkpoint": (["train", "exp.yaml", "--out", "damaged"], ("checkpoint.pt", "remove damaged")),
+    "broken checkpoint": (["train", "exp.yaml", "--out", "damaged"], ("checkpoint-6", "remove damaged")),
     "show an unknown recipe": (["show", "saop"], ("'saop'", "soap")),
     "show an unknown kind": (["show", "mystage"], ("'mystage'", "--import FILE.py", "eigengraft list")),
     "show an unknown kind of a family": (["show", "stage.mementum"], ("stage.mementum", "momentum")),
@@ -693,11 +694,9 @@ def prepare_study(run: Path) -> None:
     }.items():
         write(name, text)
     for name in ("taken", "damaged"):
-        Path(name).mkdir()
-        for file in ("config.json", "env.json", "result.json", "checkpoint.pt", "metrics.jsonl"):
-            (Path(name) / file).write_bytes((run / file).read_bytes())
+        shutil.copytree(run, name)
     Path("damaged/result.json").unlink()
-    Path("damaged/checkpoint.pt").write_bytes(b"?")
+    Path("damaged/checkpoint-6/run.pt").write_bytes(b"?")
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -766,7 +765,7 @@ def test_debug_lets_the_error_itself_through() -> None:
 
 def test_an_interrupt_says_how_to_continue_and_the_command_does_continue() -> None:
     child = process("train", "exp.yaml", "steps=100000", "checkpoint_every=10", "--out", "run")
-    while not Path("run/checkpoint.pt").exists():
+    while not list(Path("run").glob("checkpoint-*")):
         assert child.poll() is None, child.communicate()
         time.sleep(0.01)
     child.send_signal(signal.SIGINT)

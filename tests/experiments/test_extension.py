@@ -32,7 +32,8 @@ def experiment(steps: int, **changes: Any) -> Experiment:
 
 
 def final(directory: Path) -> tuple[dict[str, torch.Tensor], float]:
-    weights = torch.load(directory / "checkpoint.pt", weights_only=True)["model"]
+    _, last = max(RunDirectory(directory).checkpoints().items())
+    weights = torch.load(last / "run.pt", weights_only=True)["model"]
     return weights, json.loads((directory / "result.json").read_text())["val_loss"]
 
 

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from eigengraft import RecipeError, load_recipe
 from eigengraft.experiments import load_experiment
-from eigengraft.experiments.files import append_text, read_json, read_rows, replacing, short_name, write_text
+from eigengraft.experiments.files import JsonLines, read_json, replacing, short_name, write_text
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import Report
 from eigengraft.experiments.studies.plan import plan_runs, plan_tuning
@@ -27,7 +27,7 @@ on_linux = pytest.mark.skipif(not FULL.exists(), reason="a device that is always
 
 
 @on_linux
-@pytest.mark.parametrize("call", [lambda path: append_text(path, "row\n"), lambda path: torch_save(path)])
+@pytest.mark.parametrize("call", [lambda path: JsonLines(path).append({"step": 1}), lambda path: torch_save(path)])
 def test_a_full_disk_is_said_with_the_name_of_the_file(call, tmp_path):
     (tmp_path / "rows").symlink_to(FULL)
     with refused(OSError, tmp_path):
@@ -35,7 +35,7 @@ def test_a_full_disk_is_said_with_the_name_of_the_file(call, tmp_path):
 
 
 def torch_save(path):
-    with replacing(path.with_name("checkpoint.pt")) as temporary:
+    with replacing(path.with_name("run.pt")) as temporary:
         temporary.symlink_to(FULL)
         with temporary.open("wb") as stream:
             torch.save({"x": torch.zeros(1000)}, stream)
@@ -82,7 +82,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
 """
     full = command(tmp_path, "train", path, "--out", tmp_path / "run", before=limit)
     said = full.stderr.replace("\n", "").replace("│", "").replace(" ", "")
-    assert full.returncode == 2 and "checkpoint.pt" in said and "toolarge" in said and "Traceback" not in full.stderr
+    assert full.returncode == 2 and "checkpoint-2" in said and "toolarge" in said and "Traceback" not in full.stderr
     assert not list((tmp_path / "run").glob("*checkpoint*")) and not list((tmp_path / "run").glob(".*"))
     again = command(tmp_path, "train", path, "--out", tmp_path / "run")
     assert again.returncode == 0, again.stderr
@@ -101,10 +101,21 @@ def test_a_file_that_a_crash_cut_short_is_named(content, tmp_path):
 def test_rows_that_a_crash_spoilt_are_named_and_a_last_one_without_end_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
-    assert read_rows(path) == [{"step": 1}, {"step": 2}]
+    assert JsonLines(path).rows() == [{"step": 1}, {"step": 2}]
     path.write_bytes(b'{"step": 1}\n\0\0\0\n{"step": 3}\n')
     with refused(RecipeError, path, 2):
-        read_rows(path)
+        JsonLines(path).rows()
+
+
+@pytest.mark.parametrize("end", [b"", b'{"st', b'\0\0\n{"step": 2}\n', b'{"step": 3}\n{"step": 4}\n'])
+def test_rows_are_rewound_to_a_step_also_behind_a_damaged_line(end, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    JsonLines(path).rewind(0)
+    assert not path.exists()
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + end)
+    for step in (2, 1, 0):
+        JsonLines(path).rewind(step)
+        assert [row["step"] for row in JsonLines(path).rows()] == [*range(1, step + 1)]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from eigengraft import RecipeError
 from eigengraft.experiments import Report, RunLog, diagnose, import_run, load_metrics
 from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.doctor import EXPLANATIONS
-from eigengraft.experiments.files import read_object, read_rows
+from eigengraft.experiments.files import JsonLines, read_object
 from eigengraft.experiments.run_log import ROW_COLUMNS
 
 from ..refusals import refused
@@ -306,7 +306,7 @@ def test_a_named_column_comes_before_a_column_with_its_name(
     values = {"step": 1, "loss": 9.0, "train": 1.0}
     file = tmp_path / "log.csv"
     file.write_text(f"{header}\n{','.join(str(values[name]) for name in header.split(','))}\n")
-    (row,) = read_rows(import_run(file, tmp_path / "run", "t", columns) / "metrics.jsonl")
+    (row,) = JsonLines(import_run(file, tmp_path / "run", "t", columns) / "metrics.jsonl").rows()
     others = {name: row[name] for name in row if name not in ROW_COLUMNS}
     assert (row["loss"], row["val_loss"], others) == expected
 

@@ -2,8 +2,8 @@
 
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +11,9 @@ import pytest
 
 from eigengraft import RecipeError
 from eigengraft.experiments import load_experiment, train
-from eigengraft.experiments.files import append_text, read_rows, write_text
+from eigengraft.experiments.files import JsonLines
 from eigengraft.experiments.training.callbacks import Callback, RunView, Tracker
-from eigengraft.experiments.training.outcome import Diagnostics, Result
+from eigengraft.experiments.training.outcome import Result
 from eigengraft.experiments.training.rundir import RunDirectory
 from eigengraft.experiments.training.train import Trainer
 
@@ -51,41 +51,31 @@ def run_in_two(callbacks: list[Any], directory: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if isinstance(v, (int, float))} for row in rows(directory / "metrics.jsonl")]
 
 
-@dataclass(frozen=True)
-class Lines:
-    file: Path
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        append_text(self.file, json.dumps({"step": step, **values}) + "\n")
-
-    def close(self) -> None:
-        append_text(self.file, "closed\n")
-
-
 class OwnTracker(Tracker):
     """A tracker of a user's own."""
 
     kind: Literal["lines_for_test"] = "lines_for_test"
 
-    def open(self, run: RunView, step: int) -> Lines:
-        file = run.directory / "lines"
-        write_text(file, "".join(json.dumps(row) + "\n" for row in read_rows(file) if row["step"] < step))
-        return Lines(file)
+    @contextmanager
+    def open(self, run: RunView, step: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+        lines = JsonLines(run.directory / "lines")
+        lines.rewind(step - 1)
+        yield lambda step, values: lines.append({"step": step, **values})
+        (run.directory / "closed").touch()
 
 
 def test_a_tracker_receives_the_rows_of_the_run(tmp_path: Path) -> None:
     written = run_in_two(["lines_for_test"], tmp_path / "run")
     assert [row["step"] for row in written] == [1, 2, 3, 4, 5, 6, 7]
     assert all({"gradient_norm", "update_ratio_largest", "weight_growth", "skipped"} <= row.keys() for row in written)
-    *lines, end = (tmp_path / "run" / "lines").read_text().splitlines()
-    assert list(map(json.loads, lines)) == written and end == "closed"
+    assert rows(tmp_path / "run" / "lines") == written and (tmp_path / "run" / "closed").exists()
 
 
 def test_a_diverged_run_passes_on_its_last_row(tmp_path: Path) -> None:
     result = train(load_experiment({**TINY, "recipe": "sgd", "lr": 1e30, "callbacks": ["lines_for_test"]}), tmp_path)
     assert result.diverged
-    *lines, _ = (tmp_path / "lines").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, result.steps + 1))
+    assert [row["step"] for row in rows(tmp_path / "lines")] == list(range(1, result.steps + 1))
+    assert (tmp_path / "closed").exists()
 
 
 class Ends(Callback):
@@ -95,12 +85,12 @@ class Ends(Callback):
 
     def finished(self, run: RunView, result: Result) -> None:
         assert len(run.rows) == len(rows(run.directory / "metrics.jsonl")) and run.rows[-1]["step"] == result.steps
-        append_text(run.directory / "ends", f"{(run.directory / 'result.json').exists()}\n")
+        JsonLines(run.directory / "ends").append({"result": (run.directory / "result.json").exists()})
 
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(Diagnostics, "finish"), (Trainer, "_save"), (Trainer, "_finish"), (Ends, "finished"), (RunDirectory, "write")],
+    [(Trainer, "_write_layers"), (Trainer, "_save"), (Trainer, "_finish"), (Ends, "finished"), (RunDirectory, "write")],
 )
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_run_killed_at_its_end_ends_like_an_uninterrupted_one(
@@ -127,15 +117,15 @@ def test_a_run_killed_at_its_end_ends_like_an_uninterrupted_one(
     train(experiment, tmp_path / "killed")
     whole, again = (rows(tmp_path / name / "diagnostics.jsonl") for name in ("whole", "killed"))
     assert again == whole and any(row["stage"] == "" for row in whole)
-    ends = (tmp_path / "killed" / "ends").read_text().split()
-    assert set(ends) == {"False"} and len(ends) in (1, 2)
+    ends = rows(tmp_path / "killed" / "ends")
+    assert ends in ([{"result": False}], 2 * [{"result": False}])
 
 
 def test_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading them again after each row would make a run quadratic in its length."""
     reads = []
-    read = RunDirectory.rows
-    monkeypatch.setattr(RunDirectory, "rows", lambda self: reads.append(self) or read(self))
+    read = JsonLines.rows
+    monkeypatch.setattr(JsonLines, "rows", lambda self: reads.append(self) or read(self))
     assert len(run_in_two(["lines_for_test"], tmp_path / "run")) == 7 and len(reads) == 2
 
 

@@ -65,7 +65,8 @@ def read(directory: Path, name: str) -> dict[str, Any]:
 
 
 def weights(directory: Path) -> Any:
-    return torch.load(directory / "checkpoint.pt", weights_only=True)["model"]
+    _, last = max(RunDirectory(directory).checkpoints().items())
+    return torch.load(last / "run.pt", weights_only=True)["model"]
 
 
 class Terminated(Exception):
@@ -151,7 +152,7 @@ class TestFiles:
             "env.json",
             "metrics.jsonl",
             "diagnostics.jsonl",
-            "checkpoint.pt",
+            "checkpoint-14",
             "result.json",
             "lock",
         }
@@ -161,11 +162,11 @@ def test_a_complete_run_keeps_no_checkpoint_if_none_is_wanted(tmp_path: Path) ->
     """It is not trained again, and a complete run loses its checkpoint when that is asked for later."""
     few = {**DIGITS, "steps": 5}
     first = train(load_experiment(few), tmp_path)
-    assert (tmp_path / "checkpoint.pt").exists()
+    assert [*RunDirectory(tmp_path).checkpoints()] == [5]
     assert train(load_experiment({**few, "keep_checkpoint": False}), tmp_path) == first
-    assert not (tmp_path / "checkpoint.pt").exists()
+    assert not RunDirectory(tmp_path).checkpoints()
     train(load_experiment({**few, "keep_checkpoint": False}), tmp_path / "new")
-    assert trajectory(tmp_path / "new") == trajectory(tmp_path) and not (tmp_path / "new" / "checkpoint.pt").exists()
+    assert trajectory(tmp_path / "new") == trajectory(tmp_path) and not RunDirectory(tmp_path / "new").checkpoints()
 
 
 def test_training_learns(tmp_path: Path) -> None:
@@ -250,7 +251,7 @@ def test_the_digest_of_the_library_has_files_in_inner_folders(tmp_path: Path, mo
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize("file", ["config.json", "checkpoint.pt", "result.json"])
+@pytest.mark.parametrize("file", ["config.json", "checkpoint-6", "result.json"])
 def test_a_kill_while_a_file_is_written_loses_nothing(
     tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,8 +260,9 @@ def test_a_kill_while_a_file_is_written_loses_nothing(
     real = Path.replace
 
     def killed(self: Path, target: Path) -> Path:
-        if target.name == file and (file != "checkpoint.pt" or (target.parent / "checkpoint.pt").exists()):
-            self.write_bytes(self.read_bytes()[:10])
+        if target.name == file:
+            damaged = self / "run.pt" if self.is_dir() else self
+            damaged.write_bytes(damaged.read_bytes()[:10])
             raise Terminated
         return real(self, target)
 
@@ -274,7 +276,8 @@ def test_a_kill_while_a_file_is_written_loses_nothing(
 
 def test_what_a_killed_process_left_unfinished_is_no_hindrance(tmp_path: Path) -> None:
     (tmp_path / ".config.json.1.partial").write_text("{")
-    (tmp_path / ".checkpoint.pt.1.partial").write_bytes(b"?")
+    (tmp_path / ".checkpoint-7.partial").mkdir()
+    (tmp_path / ".checkpoint-7.partial" / "run.pt").write_bytes(b"?")
     train(load_experiment(DIGITS), tmp_path)
     assert not list(tmp_path.glob(".*"))
 
@@ -331,7 +334,7 @@ def test_a_run_killed_twice_ends_as_if_nothing_had_happened(tmp_path: Path) -> N
     kill_after(4, file, tmp_path / "parts")  # before the first checkpoint
     kill_after(32, file, tmp_path / "parts")
     assert not (tmp_path / "parts" / "result.json").exists()
-    last = torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["step"]
+    last = max(RunDirectory(tmp_path / "parts").checkpoints())
     assert last >= 28
     seen: list[int] = []
     result = train(experiment, tmp_path / "parts", lambda tick: seen.append(tick.step))
@@ -456,8 +459,17 @@ class TestRefusals:
         experiment = load_experiment(DIGITS)
         with pytest.raises(Terminated):
             train(experiment, tmp_path / "run", stop_at(5))
-        (tmp_path / "run" / "checkpoint.pt").write_bytes(b"not a checkpoint")
-        with refused(RecipeError, "checkpoint"):
+        (tmp_path / "run" / "checkpoint-3" / "run.pt").write_bytes(b"not a checkpoint")
+        with refused(RecipeError, "checkpoint-3", f"remove {tmp_path / 'run'}"):
+            train(experiment, tmp_path / "run")
+
+    def test_metrics_that_lack_rows_before_the_checkpoint(self, tmp_path: Path) -> None:
+        experiment = load_experiment(DIGITS)
+        with pytest.raises(Terminated):
+            train(experiment, tmp_path / "run", stop_at(10))
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        metrics.write_text(metrics.read_text().partition("\n")[0] + "\n")
+        with refused(RecipeError, metrics, "rows"):
             train(experiment, tmp_path / "run")
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")

@@ -283,7 +283,7 @@ def test_the_first_rank_alone_writes_and_tells(home: Path, launched: Launched) -
     assert first["outcome"] == second["outcome"]
     directory = home / "two" / "soap-fsdp2"
     names = {"config.json", "env.json", "metrics.jsonl", "diagnostics.jsonl", "result.json", "lock"}
-    names |= {"checkpoint-12", "checkpoint-14"}
+    names |= {"checkpoint-14"}
     assert {path.name for path in directory.iterdir()} == names
     assert json.loads((directory / "env.json").read_text())["ranks"] == 2
     assert len(rows(directory)) == 14
@@ -395,13 +395,13 @@ def test_a_killed_run_continues_on_one_rank(home: Path, tmp_path: Path, launched
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_run_of_ranks_is_extended_from_the_checkpoint_before_its_rates_fall(home: Path, tmp_path: Path) -> None:
-    """wsd falls after step 6 of 12 and after step 9 of 18. The other checkpoints kept are the last two."""
+    """wsd falls after step 6 of 12 and after step 9 of 18. The other checkpoint kept is the last one."""
     falling = {**declared(home), "schedule": {"kind": "wsd", "decay_fraction": 0.5}, "parallel": "ddp"}
     for directory, steps, extend in (("run", 12, False), ("run", 18, True), ("whole", 18, False)):
         train(load_experiment({**falling, "steps": steps}), tmp_path / directory, extend=extend)
         if (directory, steps) == ("run", 12):
             kept = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
-            assert kept == {"checkpoint-6", "checkpoint-9", "checkpoint-12"}
+            assert kept == {"checkpoint-6", "checkpoint-12"}
     assert trajectory(tmp_path / "run") == trajectory(tmp_path / "whole")
 
 
@@ -423,13 +423,13 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_it_serves(
 def test_commands_continue_a_run_of_one_process_on_two_and_back(
     home: Path, tmp_path: Path, alone: dict[str, Path], kind: str
 ) -> None:
-    """Killed in step 8 of one process, then in step 11 of two: checkpoints of steps 6 and 9."""
+    """Killed in step 8 of one process, then in step 11 of two: checkpoints of steps 6 and 9 have different files."""
     arguments = [str(home / "exact.yaml"), "--out", str(tmp_path / "run")]
     assert as_torchrun(arguments, 1, "0:7:SIGKILL")[0] != 0
     code, said = as_torchrun([*arguments, f"parallel={kind}"], 2, "1:10:SIGKILL")
     assert code != 0 and "step 9" in said and "parallel=none" in said
-    names = {path.name for path in (tmp_path / "run").glob("checkpoint*")}
-    assert names == {"checkpoint.pt", "checkpoint-9"}
+    sharded = {path.name: any(path.glob("*.distcp")) for path in (tmp_path / "run").glob("checkpoint*")}
+    assert sharded == {"checkpoint-6": False, "checkpoint-9": True}
     code, said = as_torchrun(arguments, 1)
     assert code == 0, said
     assert trajectory(tmp_path / "run")[:6] == trajectory(alone["soap"])[:6]

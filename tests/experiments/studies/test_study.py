@@ -383,7 +383,7 @@ def started(tmp_path, monkeypatch):
     command = ("-m", "eigengraft", "ablate", "trial.yaml", "--out", "out", "--workers", "1")
     process = start(*command, folder=tmp_path, **FORK_SPAWNED)
     ended, gated = (tmp_path / "out" / f"method={method}" / "seed-0" for method in ("ended", "gated"))
-    wait_for(lambda: process.poll() is not None or (gated / "checkpoint.pt").exists())
+    wait_for(lambda: process.poll() is not None or (gated / "checkpoint-20").exists())
     assert process.poll() is None, process.communicate()
     assert (ended / "result.json").exists() and not (gated / "result.json").exists()
     yield process, ended, gated

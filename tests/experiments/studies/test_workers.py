@@ -368,13 +368,13 @@ def test_workers_that_share_a_database_and_no_directory_split_a_study(storage, t
     assert [process.exitcode for process in two] == [0, 0]
     assert trajectories(first) == trajectories(second) == uninterrupted
     # checkpoints stay where they are: the result of the killed worker was taken over, and nothing was run twice
-    trained = [{path.parent.relative_to(one) for path in one.rglob("checkpoint.pt")} for one in (first, second)]
+    trained = [{path.parent.relative_to(one) for path in one.rglob("checkpoint-*")} for one in (first, second)]
     assert not trained[0] & trained[1] and all(trained)
     assert len(trained[0] | trained[1]) == 12 - len(trajectories(killed))
     # a worker that comes last finds everything there
     assert complete_study(searching_study(), tmp_path / "late", storage=storage) == {}
     assert trajectories(tmp_path / "late") == uninterrupted
-    assert not list((tmp_path / "late").rglob("checkpoint.pt"))
+    assert not list((tmp_path / "late").rglob("checkpoint-*"))
 
 
 def test_a_database_tells_why_a_run_failed_until_it_is_tried_again(storage, tmp_path):

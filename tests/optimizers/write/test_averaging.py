@@ -862,7 +862,7 @@ def test_a_run_evaluates_the_average_and_saves_the_training_iterate(tmp_path: Pa
     result = train(experiment, tmp_path / "run")
     trainer = Trainer(experiment, RunDirectory(tmp_path / "run"))
     size = trainer.optimizer.state_bytes()
-    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    saved = torch.load(tmp_path / "run" / "checkpoint-10" / "run.pt", weights_only=True)
     assert {group["iterate"] for group in saved["optimizer"]["param_groups"]} == {"train"}
     trainer.model.load_state_dict(saved["model"])
     trainer.optimizer.load_state_dict(saved["optimizer"])
