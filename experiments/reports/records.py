@@ -578,18 +578,15 @@ def _renamed(records: Records, texts: Mapping[str, str]) -> Records:
 def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:
     planned = (Run(run["labels"], run["seed"], directory / run["directory"]) for run in manifest["runs"])
     runs = _kept_apart(planned, directory)
-    metric = metric_of(manifest["metric"], manifest.get("larger", False))
-    tuned = read_tuned(directory)
+    study, tuned = manifest["study"], read_tuned(directory)
+    metric = metric_of(study["metric"], study["larger"])
     if not tuned and all(run.status(metric) == "missing" for run in runs):
         raise ValueError(
             f"report: none of the study's runs in {directory} has started ({len(runs)} planned); run the study first"
         )
-    name, description = manifest["name"], manifest["description"]
-    given = manifest.get("study", {}).get("target")
-    target = None if given is None else Target(**given)
-    compared, equal = (manifest["compare"], manifest["baseline"]), manifest.get("equal", "steps")
-    tuned_in = manifest.get("study", {}).get("tuned_in", "")
-    return Records(name, description, metric, *compared, runs, tuned, target, equal, tuned_in=tuned_in)
+    target = None if study["target"] is None else Target(**study["target"])
+    declared = (study["name"], study["description"], metric, manifest["compare"], manifest["baseline"])
+    return Records(*declared, runs, tuned, target, study["equal"], tuned_in=study["tuned_in"])
 
 
 def _tuned(cell: str, found: Mapping[str, Any]) -> TunedCell:
@@ -624,7 +621,8 @@ def _joint(directory: Path) -> Records:
     for run, title in zip(runs, _conditions(runs), strict=True):
         if title:
             run.labels["task"] = title
-    metrics = {metric_of(manifest["metric"], manifest.get("larger", False)) for manifest in studies.values()}
+    declared = [manifest["study"] for manifest in studies.values()]
+    metrics = {metric_of(study["metric"], study["larger"]) for study in declared}
     metric = metrics.pop() if len(metrics) == 1 else METRICS["val_loss"]
     if not any(row.get("val_loss") is not None for run in runs for row in run.rows):
         metric = TRAINING_LOSS  # other training loops may record no validation

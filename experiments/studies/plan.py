@@ -208,13 +208,8 @@ def write_manifest(study: Study, planned: list[PlannedRun], tuned: Mapping[str, 
     """Write the manifest of the study, from which reports are made, with the results of searches so far."""
     axis, baseline = study.compared
     content = {
-        "name": study.name,
-        "description": study.description,
-        "metric": study.metric,
-        "larger": study.larger,
         "compare": axis,
         "baseline": baseline,
-        "equal": study.equal,
         "study": study.model_dump(mode="json"),
         "tuned": {name: {k: v for k, v in asdict(one).items() if k != "cell"} for name, one in tuned.items()},
         "runs": [{"directory": run.directory, "labels": dict(run.labels), "seed": run.seed} for run in planned],

@@ -165,21 +165,16 @@ def _where(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" + (f" (line {own[0].lineno} of {own[0].filename})" if own else "")
 
 
-def resolve_paths(fields: Mapping[str, Any], home: Path) -> dict[str, Any]:
-    """Return fields of an experiment, or values by dotted path, with paths of files resolved against `home`."""
-    return {path: _located(path, value, home) for path, value in fields.items()}
+def resolve_paths(value: Any, home: Path, path: str = "") -> Any:
+    """Return fields of an experiment, or values by dotted path, with paths of files resolved against `home`.
 
-
-def _located(path: str, value: Any, home: Path) -> Any:
+    path: dotted path of `value` in an experiment; empty for the experiment itself.
+    """
+    if isinstance(value, Mapping):
+        return {key: resolve_paths(inner, home, f"{path}.{key}" if path else str(key)) for key, inner in value.items()}
     if path == "imports" and isinstance(value, (str, list, tuple)):
         names = [value] if isinstance(value, str) else value
         return [str(home / name) if names_a_file(str(name)) else name for name in names]
     if path in ("recipe", "recipe.base") and isinstance(value, str) and value.endswith((".yaml", ".yml", ".json")):
         return str(home / value)
-    if path == "recipe" and isinstance(value, Mapping) and "base" in value:
-        return {**value, "base": _located("recipe.base", value["base"], home)}
-    if path == "task.path" and isinstance(value, str):
-        return absolute_path(value, home)
-    if path == "task" and isinstance(value, Mapping) and "path" in value:
-        return {**value, "path": _located("task.path", value["path"], home)}
-    return value
+    return absolute_path(value, home) if path == "task.path" and isinstance(value, str) else value

@@ -32,9 +32,7 @@ from .experiments import EXPERIMENTS, STUDIES
 from .recipes import RECIPES
 
 PLANNED = {
-    "name": "study",
-    "description": "",
-    "metric": "val_loss",
+    "study": {"name": "study", "description": "", "metric": "val_loss", "larger": False},
     "compare": "lr",
     "baseline": "0.1",
     "runs": [{"directory": "lr=0.1/seed-0", "labels": {"lr": "0.1"}, "seed": 0}],

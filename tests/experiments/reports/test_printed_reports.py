@@ -39,7 +39,7 @@ from eigengraft.experiments.reports.tables import (
 )
 
 from ...refusals import refused
-from .test_report import ADAM, SOAP, Page, write_run, write_study
+from .test_report import ADAM, DECLARED, SOAP, Page, write_run, write_study
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,7 @@ def grid(tmp_path):
                 place = f"{method}-{lr}-{seed}"
                 write_run(tmp_path / place, ADAM if method == "adam" else SOAP, [4.0, final], seed=seed)
                 listed.append({"directory": place, "labels": {"method": method, "lr": lr}, "seed": seed})
-    manifest = {"name": "grid", "description": "", "metric": "val_loss", "compare": "lr", "baseline": "0.01"}
+    manifest = {"study": {**DECLARED, "name": "grid"}, "compare": "lr", "baseline": "0.01"}
     (tmp_path / "study.json").write_text(json.dumps({**manifest, "runs": listed}))
     return tmp_path
 

@@ -39,6 +39,11 @@ SOAP = {
 }
 
 
+DECLARED = {"name": "trial", "description": "", "metric": "val_loss", "larger": False}
+DECLARED |= {"equal": "steps", "target": None, "tuned_in": ""}
+"""Fields of a study that reports read from its manifest."""
+
+
 def write_run(path, recipe, values, seed=0, task="bytes", ended=True, **fields):
     """A run with an evaluation every 10 steps, 0.1 s apart; None is a loss that is not finite."""
     path.mkdir(parents=True)
@@ -64,7 +69,8 @@ def write_study(directory, runs, **fields):
         listed.append({"directory": place, "labels": {"method": method}, "seed": seed})
         if arguments is not None:
             write_run(directory / place, seed=seed, **arguments)
-    manifest = {"name": "trial", "description": "", "metric": "val_loss", "compare": "method", "baseline": "adamw"}
+    own = {name: fields.pop(name) for name in DECLARED if name in fields}
+    manifest = {"study": {**DECLARED, **own}, "compare": "method", "baseline": "adamw"}
     directory.mkdir(exist_ok=True)
     (directory / "study.json").write_text(json.dumps({**manifest, **fields, "runs": listed}))
 
@@ -154,7 +160,7 @@ SEARCHED = {"values": {"lr": 0.01}, "edges": {}, "tried": TRIED, "rule": "Descen
 def test_a_learning_rate_that_was_not_tuned_is_a_notice(done, tmp_path, no_pictures):
     runs = [("adamw", 0, {"recipe": ADAM, "values": [4.0, 3.0]})]
     runs.append(("soap", 0, {"recipe": ADAM if done == "one recipe" else SOAP, "values": [4.0, 3.0]}))
-    fields = {"elsewhere": {"study": {"tuned_in": "grid.yaml"}}, "searched": {"tuned": {"method=adamw": SEARCHED}}}
+    fields = {"elsewhere": {"tuned_in": "grid.yaml"}, "searched": {"tuned": {"method=adamw": SEARCHED}}}
     write_study(tmp_path, runs, **fields.get(done, {}))
     manifest = json.loads((tmp_path / "study.json").read_text())
     for run in manifest["runs"] if done in ("an axis", "one rate of one") else []:
@@ -328,7 +334,7 @@ def test_steps_to_a_target_of_the_study_are_compared(tmp_path):
     ]
     runs[-1][2]["values"] = []
     target = {"value": 2.0, "sigma": 0.1 * math.sqrt(3), "z": 1 - 1e-9}
-    write_study(tmp_path, runs, study={"target": target})
+    write_study(tmp_path, runs, target=target)
     begun = tmp_path / "method=muon" / "seed-2" / "config.json"
     begun.write_text(begun.read_text().replace('"steps": 0', '"steps": 40'))
     records = read_records(tmp_path)
@@ -366,7 +372,7 @@ def test_labels_and_tuned_values_never_replace_measured_numbers(tmp_path):
     labels = {name: f"label of {name}" for name in names}
     cell = ",".join(f"{axis}={label}" for axis, label in labels.items())
     best = {"values": {"lr": 0.25}, "mean": 2.0, "stopped": None}
-    manifest = {"name": "n", "description": "", "metric": "val_loss", "compare": "lr", "baseline": "label of lr"}
+    manifest = {"study": DECLARED, "compare": "lr", "baseline": "label of lr"}
     manifest["tuned"] = {cell: {"values": {"lr": 0.25}, "edges": {}, "tried": [best], "rule": ""}}
     manifest["runs"] = [{"directory": "run", "labels": labels, "seed": 4}]
     (tmp_path / "study.json").write_text(json.dumps(manifest))
@@ -656,7 +662,7 @@ def test_numbers_compared_become_curves(tmp_path, no_pictures):
             write_run(tmp_path / f"{lr}-{seed}", ADAM, [final], seed=seed)
             labels = {"task": "t", "method": "adam", "lr": lr}
             listed.append({"directory": f"{lr}-{seed}", "labels": labels, "seed": seed})
-    manifest = {"name": "n", "description": "", "metric": "val_loss", "compare": "lr", "baseline": "0.01"}
+    manifest = {"study": DECLARED, "compare": "lr", "baseline": "0.01"}
     (tmp_path / "study.json").write_text(json.dumps({**manifest, "runs": listed}))
     records = read_records(tmp_path)
     (title, (curve,)) = next(iter(sweeps(records).items()))
@@ -823,7 +829,7 @@ def test_the_curve_of_a_search_is_drawn_and_its_means_are_not_rounded_to_a_decim
             tuned[f"task={task},method={method}"] = found
             listed.append({"directory": f"{task}-{method}", "labels": labels, "seed": 0})
             write_run(tmp_path / f"{task}-{method}", ADAM, [2.0, 1.0])
-    manifest = {"name": "n", "description": "", "metric": "val_loss", "compare": "method", "baseline": "adamw"}
+    manifest = {"study": DECLARED, "compare": "method", "baseline": "adamw"}
     (tmp_path / "study.json").write_text(json.dumps({**manifest, "tuned": tuned, "runs": listed}))
     curves = tuning_curves(read_records(tmp_path))
     assert list(curves) == [("lr", "task = digits"), ("lr", "task = bytes")]
@@ -836,13 +842,13 @@ def test_the_curve_of_a_search_is_drawn_and_its_means_are_not_rounded_to_a_decim
     assert "0.0025: 1.2833; 0.005: 1.2464; " in text and "0.04: diverged" in text
     assert "Tuning, mean validation loss against learning rate: task = digits." in text
     names = {path.name for path in Report(tmp_path).save_figures(tmp_path / "figures")}
-    assert "n-task-digits-tuning-mean-validation-loss-against-learning-rate.svg" in names
+    assert "trial-task-digits-tuning-mean-validation-loss-against-learning-rate.svg" in names
 
 
 def test_a_search_of_names_has_no_curve(tmp_path):
     write_run(tmp_path / "run", ADAM, [2.0])
     tried = [{"values": {"kind": kind}, "mean": 1.0, "stopped": None} for kind in "abc"]
-    manifest = {"name": "n", "description": "", "metric": "val_loss", "compare": "m", "baseline": "x"}
+    manifest = {"study": DECLARED, "compare": "m", "baseline": "x"}
     manifest["tuned"] = {"m=x": {"values": {"kind": "a"}, "edges": {}, "tried": tried, "rule": ""}}
     manifest["runs"] = [{"directory": "run", "labels": {"m": "x"}, "seed": 0}]
     (tmp_path / "study.json").write_text(json.dumps(manifest))
