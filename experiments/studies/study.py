@@ -114,15 +114,8 @@ def located_axis(axis: str, choices: Any, home: Path) -> Any:
         long = axis_choices(axis, choices)
     except ValueError:
         return choices  # the validation of the study reports a malformed axis together with all other faults
-    found = {k: resolve_paths(v, home) if isinstance(v, Mapping) else v for k, v in long.items()}
+    found = {label: resolve_paths(changes, home) for label, changes in long.items()}
     return choices if found == long else found
-
-
-def located_setting(setting: Any, home: Path) -> Any:
-    """Return an entry of `settings` with paths of files resolved against the folder `home`."""
-    if isinstance(setting, Mapping) and isinstance(setting.get("set"), Mapping):
-        return {**setting, "set": resolve_paths(setting["set"], home)}
-    return setting
 
 
 def as_label(value: Any) -> str:
@@ -453,11 +446,15 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise RecipeError(f"the file must contain a mapping with 'base' and 'axes', got {type(data).__name__}")
     home, data = path.parent, dict(data)
-    base = data.get("base")
-    if isinstance(base, (str, Mapping)):
+    if isinstance(base := data.get("base"), (str, Mapping)):
         data["base"] = read_experiment(home / base) if isinstance(base, str) else resolve_paths(base, home)
     if isinstance(data.get("axes"), Mapping):
         data["axes"] = {axis: located_axis(str(axis), choices, home) for axis, choices in data["axes"].items()}
     if isinstance(data.get("settings"), list):
-        data["settings"] = [located_setting(setting, home) for setting in data["settings"]]
+        data["settings"] = [
+            {**setting, "set": resolve_paths(setting["set"], home)}
+            if isinstance(setting, Mapping) and "set" in setting
+            else setting
+            for setting in data["settings"]
+        ]
     return {"name": path.stem, **data}

@@ -209,31 +209,24 @@ class WandB(Tracker):
 class Callbacks:
     """The callbacks of a run. Rank 0 calls them, and every rank obeys their decisions.
 
-    rows: rows of metrics.jsonl. The run appends new rows.
-    batch: function that returns this rank's rows of the present batch.
-    logs: functions that write to the open logs of trackers, by the place of the tracker.
-    open_logs: stack that closes all logs.
+    logs: functions that write to the open logs of the trackers; none before the first row.
+    closing: stack that closes the logs.
     """
 
     callbacks: tuple[Callback, ...]
-    model: nn.Module
-    optimizer: eigengraft.Optimizer
-    directory: Path
+    run: RunView
     ranks: Ranks
-    rows: Sequence[Mapping[str, Any]]
-    batch: Callable[[], Batch]
-    logs: dict[int, Write] = field(default_factory=dict)
-    open_logs: ExitStack = field(default_factory=ExitStack)
+    logs: list[Write] = field(default_factory=list)
+    closing: ExitStack = field(default_factory=ExitStack)
 
     def start(self) -> None:
         """Call `started` of every callback, and check that all signals of the recipe are provided.
 
         Raises RecipeError for a missing signal that the recipe needs, and warns about any other missing signal.
         """
-        view = self._view()
         for one in self.callbacks:
-            one.started(view)
-        for signal, where, required in self.optimizer.unprovided_signals():
+            one.started(self.run)
+        for signal, where, required in self.run.optimizer.unprovided_signals():
             fault = f"{where}: nothing in this run provides the signal '{signal}'"
             remedy = f"a callback provides it: `def started(self, run): run.optimizer.provide('{signal}', function)`"
             if required:
@@ -248,20 +241,15 @@ class Callbacks:
 
     def finished(self, result: Result) -> None:
         """Call `finished` of every callback, and close the logs. Only rank 0 calls this."""
-        view = self._view()
         for one in self.callbacks:
-            one.finished(view, result)
-        self.open_logs.close()
+            one.finished(self.run, result)
+        self.closing.close()
 
     def _stop(self, tick: Tick, finite: bool) -> bool:
-        view, row = self._view(), self.rows[-1]
-        values = {name: v for name, v in row.items() if name != "step" and isinstance(v, (int, float))}
-        for place, one in enumerate(self.callbacks):
-            if isinstance(one, Tracker):
-                if place not in self.logs:
-                    self.logs[place] = self.open_logs.enter_context(one.open(view, tick.step))
-                self.logs[place](tick.step, values)
-        return finite and True in [one.stepped(view, tick) for one in self.callbacks]
-
-    def _view(self) -> RunView:
-        return RunView(self.model, self.optimizer, self.directory, self.rows, self.batch)
+        values = {name: v for name, v in self.run.rows[-1].items() if name != "step" and isinstance(v, (int, float))}
+        if not self.logs:
+            opened = (one.open(self.run, tick.step) for one in self.callbacks if isinstance(one, Tracker))
+            self.logs.extend(map(self.closing.enter_context, opened))
+        for write in self.logs:
+            write(tick.step, values)
+        return finite and True in [one.stepped(self.run, tick) for one in self.callbacks]

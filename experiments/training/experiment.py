@@ -229,7 +229,8 @@ def read_experiment(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path}: must contain a mapping with at least 'task' and 'recipe', got {kind}")
     data = dict(data)
     data["imports"] = list(map(str, _listed(data, "imports")))
-    return resolve_paths(data, path.parent)
+    found: dict[str, Any] = resolve_paths(data, path.parent)
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -27,7 +27,7 @@ from eigengraft.signals import follows_run
 from ..provenance import provenance_of
 from ..tasks import Batch, Metrics
 from ..tasks.base import require_batch
-from .callbacks import Callbacks, no_batch
+from .callbacks import Callbacks, RunView, no_batch
 from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
 from .experiment import Experiment
@@ -141,8 +141,8 @@ class Trainer:
         self.batch: Batch | None = None
         self.rows: list[dict[str, Any]] = []  # rows of metrics.jsonl; rank 0 alone appends new ones
         self.inspected: list[dict[str, Any]] = []  # rows of diagnostics about the optimizer in the present step
-        trained = (self.model, self.optimizer, directory.path, self.ranks, self.rows)
-        self.callbacks = Callbacks(experiment.callbacks, *trained, lambda: self.batch or no_batch())
+        view = RunView(self.model, self.optimizer, directory.path, self.rows, lambda: self.batch or no_batch())
+        self.callbacks = Callbacks(experiment.callbacks, view, self.ranks)
         self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
         self.tokens = 0  # targets so far: tokens of a text, or images
         self.first_loss: float | None = None

@@ -78,7 +78,7 @@ def test_a_callback_provides_a_signal_of_the_batch_of_every_step(tmp_path: Path,
     written = [float(line) for line in (tmp_path / "brightness.txt").read_text().splitlines()]
     data = loaded.task.load()
     assert written == pytest.approx([float(data.batch(0, step).inputs.mean()) for step in range(4)])
-    model, plain = loaded.task.new_model(0), tmp_path / "checkpoint.pt"
+    model, plain = loaded.task.new_model(0), tmp_path / "checkpoint-4" / "run.pt"
     for step, factor in enumerate(written):
         model.zero_grad()
         inputs, targets = data.batch(0, step)
