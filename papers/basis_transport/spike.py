@@ -33,7 +33,7 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 from torch import Tensor, nn
 
 import eigengraft
-from eigengraft.experiments.files import make_directory, read_rows, write_text
+from eigengraft.experiments.files import JsonLines, make_directory, write_text
 from eigengraft.experiments.reports.figures import INK, LIGHT, MARKERS, save_figure, style_axes
 from eigengraft.experiments.tasks import Batch
 from eigengraft.experiments.training.experiment import Experiment, load_experiment
@@ -87,7 +87,7 @@ class SpikeRow:
 
 def read_spike_rows(path: Path = RESULTS) -> list[SpikeRow]:
     """Read rows that were written before."""
-    return [SpikeRow(**row) for row in read_rows(path)]
+    return [SpikeRow(**row) for row in JsonLines(path).rows()]
 
 
 def recipe_for(line: str) -> eigengraft.Recipe:
