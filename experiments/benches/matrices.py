@@ -27,7 +27,7 @@ from eigengraft.preconditioners import chain_slots
 from eigengraft.slots import StateKey
 
 from ..training.experiment import load_experiment
-from ..training.rundir import RUN, RunDirectory
+from ..training.rundir import CHECKPOINT, RunDirectory
 from ..training.train import isolated_run
 from .bench import Bench, Declaration, Listed, PositiveInts, label
 from .view import Panel, Recommendation, Row, groups, measured_rows, xy
@@ -293,7 +293,7 @@ def saved_factors(path: str) -> dict[str, Tensor]:
 
 def _optimizer_state(path: str) -> Mapping[str, Any]:
     saved = RunDirectory(path).checkpoints()
-    file = saved[max(saved)] / RUN if saved else Path(path)
+    file = saved[max(saved)] / CHECKPOINT if saved else Path(path)
     if not file.is_file():
         raise RecipeError(f"checkpoint: '{file}' is not a file; give a run directory or a file of a saved optimizer")
     try:

@@ -130,7 +130,7 @@ class Limits(Callback):
         return any(step == at and (value < limit if larger else value > limit) for at, limit in self.limits)
 
 
-Write = Callable[[int, Mapping[str, float]], None]
+WriteValues = Callable[[int, Mapping[str, float]], None]
 """Function that writes the values of a step to a log: values by name of a column."""
 
 
@@ -149,7 +149,7 @@ class Tracker(Callback, ABC):
             import_optional(self.needs, f"callbacks.{self.needs}")
 
     @abstractmethod
-    def open(self, run: RunView, step: int) -> AbstractContextManager[Write]:
+    def open(self, run: RunView, step: int) -> AbstractContextManager[WriteValues]:
         """Open the log of a run, and return a function that writes the values of a step. Steps are ascending.
 
         The log is closed at the end of the run.
@@ -168,7 +168,7 @@ class TensorBoard(Tracker):
     needs: ClassVar[str] = "tensorboard"
 
     @contextmanager
-    def open(self, run: RunView, step: int) -> Iterator[Write]:
+    def open(self, run: RunView, step: int) -> Iterator[WriteValues]:
         from torch.utils.tensorboard import SummaryWriter
 
         def write(step: int, values: Mapping[str, float]) -> None:
@@ -194,7 +194,7 @@ class WandB(Tracker):
     mode: Literal["offline", "online"] = Field("offline", description="online: runs are uploaded at once")
 
     @contextmanager
-    def open(self, run: RunView, step: int) -> Iterator[Write]:
+    def open(self, run: RunView, step: int) -> Iterator[WriteValues]:
         import wandb
 
         directory = run.directory
@@ -216,7 +216,7 @@ class Callbacks:
     callbacks: tuple[Callback, ...]
     run: RunView
     ranks: Ranks
-    logs: list[Write] = field(default_factory=list)
+    logs: list[WriteValues] = field(default_factory=list)
     closing: ExitStack = field(default_factory=ExitStack)
 
     def start(self) -> None:

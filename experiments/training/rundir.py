@@ -155,7 +155,7 @@ class RunDirectory:
         return set(self.path.glob(f".*{PARTIAL}"))
 
 
-RUN = "run.pt"
+CHECKPOINT = "run.pt"
 """Name of the file in a checkpoint that has the notes and, if a single process wrote it, model and optimizer."""
 
 
@@ -183,7 +183,7 @@ def save_checkpoint(
     def publish() -> None:
         with writing(final):
             temporary.mkdir(exist_ok=True)
-            with (temporary / RUN).open("wb") as stream:
+            with (temporary / CHECKPOINT).open("wb") as stream:
                 torch.save({**notes, **whole}, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -224,7 +224,7 @@ def load_checkpoint(
     if found is None:
         return None
     try:
-        notes = _read(found / RUN)
+        notes = _read(found / CHECKPOINT)
         if "model" in notes:
             _load(notes, ranks, model, optimizer)
         else:
