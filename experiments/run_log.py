@@ -96,7 +96,7 @@ class RunLog:
         declared = {"name": recipe} if isinstance(recipe, str) else dict(recipe or {})
         fixed = {"name": self.directory.name, "task": {"kind": task}, "recipe": declared}
         self.config = json.loads(json.dumps({**settings, **fixed, "lr": lr, "steps": steps, "seed": seed}))
-        self._run.acquire(self.config)
+        self._run.acquire(self.config, ignored=())
         if self._run.read("result") is not None:
             raise RecipeError(f"{self.directory}: contains a complete run; choose another directory, or remove it")
         where = {"python": platform.python_version(), "platform": platform.platform(), "command": sys.argv}

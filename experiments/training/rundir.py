@@ -28,7 +28,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,11 @@ def _hint(known: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     return f" To continue the run there to {given} steps, give --extend {given}."
 
 
+IGNORED_FIELDS = ("imports", "parallel", "diagnostics", "silence", "keep_checkpoint")
+"""Fields of an experiment that may differ when a run is continued. Paths in `imports` change with the folder of the
+checkout, and the other fields do not change the trajectory."""
+
+
 class RunDirectory:
     """The files of one run under `path`."""
 
@@ -62,12 +67,14 @@ class RunDirectory:
         self.path = Path(path)
         self.metrics, self.diagnostics = (JsonLines(self.path / f"{name}.jsonl") for name in ("metrics", "diagnostics"))
 
-    def acquire(self, config: Mapping[str, Any], extensible: bool = False) -> None:
+    def acquire(
+        self, config: Mapping[str, Any], extensible: bool = False, ignored: Iterable[str] = IGNORED_FIELDS
+    ) -> None:
         """Make this the directory of a run with the configuration `config`.
 
         Raises RecipeError if it belongs to a run of another configuration, or contains other files.
 
-        extensible: see `require_config`.
+        extensible, ignored: see `require_config`.
         """
         known = self.read("config")
         if known is None:
@@ -76,19 +83,24 @@ class RunDirectory:
             make_directory(self.path)
             self.write("config", config)
             return
-        self.require_config(known, config, extensible)
+        self.require_config(known, config, extensible, ignored)
 
-    def require_config(self, known: Mapping[str, Any], config: Mapping[str, Any], extensible: bool = False) -> None:
+    def require_config(
+        self,
+        known: Mapping[str, Any],
+        config: Mapping[str, Any],
+        extensible: bool = False,
+        ignored: Iterable[str] = IGNORED_FIELDS,
+    ) -> None:
         """Raise RecipeError if configurations differ in fields that change the trajectory.
 
         known: configuration of the run in this directory.
         config: configuration of the run to do.
         extensible: True if the error may advise `--extend` for another number of steps.
+        ignored: fields that may differ.
         """
-        # `imports` is ignored because its paths change if the checkout is moved, as do folders of data. The other
-        # ignored fields do not change the trajectory.
-        ignored = dict.fromkeys(("imports", "parallel", "diagnostics", "silence", "keep_checkpoint"))
-        faults = differences(without_folders({**known, **ignored}), without_folders({**config, **ignored}))
+        nothing = dict.fromkeys(ignored)
+        faults = differences(without_folders({**known, **nothing}), without_folders({**config, **nothing}))
         if faults:
             faults.sort(key=lambda line: (line.partition(":")[0].count("."), len(line)))  # details and long texts last
             raise RecipeError(

@@ -74,6 +74,12 @@ def test_imported_runs_have_the_seeds_of_their_directories(tmp_path: Path) -> No
     assert [(row.label, row.finals, row.ended) for row in panel.rows] == [("mine", {0: 1.0, 1: 3.0}, True)]
 
 
+def test_a_log_of_other_settings_is_refused_whatever_their_names(tmp_path: Path) -> None:
+    RunLog(tmp_path / "run", "my text", 4, parallel=2)
+    with refused(RecipeError, "parallel", "2", "4"):
+        RunLog(tmp_path / "run", "my text", 4, parallel=4)
+
+
 def test_a_row_without_a_loss_and_with_a_misspelled_one_is_refused(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "run", "my text", 4)
     with refused(ValueError, "los", "'loss'"):
