@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import Bench, load_bench, run_bench
@@ -30,9 +30,9 @@ from eigengraft.experiments.benches.matrices import (
 )
 from eigengraft.experiments.benches.roots import ridgeless
 from eigengraft.experiments.benches.view import Recommendation, in_ms, lay_out, recommend, reduction
-from eigengraft.experiments.cli.main import app
 from eigengraft.preconditioners import Basis, BasisSolver, CoupledNewton, Eigh, Root, RootSolver, Statistic
 
+from ..cli import invoke
 from ..refusals import refused
 from ..trajectories import normal, rotation
 from .published import fixed_point, gram_factors
@@ -68,7 +68,7 @@ def families() -> Iterator[None]:
 
 
 def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *arguments])
+    return invoke(["bench", *arguments])
 
 
 def rows_of(path: str) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import eigengraft
 from eigengraft.errors import RecipeError
@@ -21,8 +20,8 @@ from eigengraft.experiments.benches.matrices import (
     trained_factors,
     with_unit_norm,
 )
-from eigengraft.experiments.cli.main import app
 
+from ..cli import invoke
 from ..refusals import refused
 
 pytestmark = pytest.mark.slow
@@ -217,11 +216,11 @@ def test_a_layer_without_gradients_says_so() -> None:
 
 
 def test_the_command_takes_a_run_directory_and_adds_candidates() -> None:
-    trained = CliRunner().invoke(app, ["train", "run.yaml", "recipe=shampoo", "checkpoint_every=2", "--out", "run"])
+    trained = invoke(["train", "run.yaml", "recipe=shampoo", "checkpoint_every=2", "--out", "run"])
     assert trained.exit_code == 0, trained.output
     candidate = "{kind: eigh, eps: 1.0e-3, relative: true}"
-    result = CliRunner().invoke(
-        app, ["bench", "roots", "--from", "run", "--candidate", candidate, "--quick", "seconds=1e-4", "--out", "out"]
+    result = invoke(
+        ["bench", "roots", "--from", "run", "--candidate", candidate, "--quick", "seconds=1e-4", "--out", "out"]
     )
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in Path("out/rows.jsonl").read_text().splitlines()]
@@ -231,5 +230,5 @@ def test_the_command_takes_a_run_directory_and_adds_candidates() -> None:
     assert "worst layer: " in result.stdout
     written = json.loads(Path("out/bench.json").read_text())
     assert set(written["columns"]) <= {*rows[0], "milliseconds"} and written["bench"]["checkpoint"] == "run"
-    result = CliRunner().invoke(app, ["bench", "roots", "--record", "run", "--only", "eigh", "steps=2", "seconds=1e-4"])
+    result = invoke(["bench", "roots", "--record", "run", "--only", "eigh", "steps=2", "seconds=1e-4"])
     assert result.exit_code == 0, result.output

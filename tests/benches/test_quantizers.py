@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import Row, load_bench, run_bench
@@ -25,10 +25,10 @@ from eigengraft.experiments.benches.quantizers import (
     without_least_size,
 )
 from eigengraft.experiments.benches.view import lay_out, lines_of
-from eigengraft.experiments.cli.main import app
 from eigengraft.quantization import Int4, Quantizer
 from eigengraft.slots import Encoded, Slot, Uniform
 
+from ..cli import invoke
 from ..refusals import refused
 
 pytestmark = pytest.mark.slow
@@ -428,7 +428,7 @@ class TestAdvice:
 
 
 def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", "quantizers", *arguments])
+    return invoke(["bench", "quantizers", *arguments])
 
 
 class TestCommand:

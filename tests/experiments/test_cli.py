@@ -16,14 +16,13 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 from ruamel.yaml import YAML
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import eigengraft
 from eigengraft.component import families
 from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli import study as study_commands
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.cli.plan import amount
 from eigengraft.experiments.cli.purposes import (
     FAMILIES,
@@ -38,6 +37,7 @@ from eigengraft.experiments.studies import progress
 from eigengraft.preconditioners import RMS
 from eigengraft.signals import known_signals
 
+from ..cli import invoke
 from ..processes import Process, fork_what_is_spawned, start
 from ..refusals import check_said
 
@@ -127,7 +127,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
+    return invoke(list(arguments))
 
 
 def succeeds(*arguments: str) -> str:
@@ -729,14 +729,17 @@ def test_a_real_process_reports_an_error_in_a_box() -> None:
 def test_help_wrong_commands_and_reports_come_without_torch(trained: Path) -> None:
     """One process for all of them: what one imports is still there after the next."""
     code = """
+import functools
 import sys
-from typer.testing import CliRunner
+import typer.testing
 from eigengraft.experiments.cli.main import app
+typer.testing._get_command = functools.cache(typer.testing._get_command)
+runner = typer.testing.CliRunner()
 names = [command.name for command in app.registered_commands]
 for arguments in (["--version"], ["--help"], *([name, "--help"] for name in names), ["trian"], ["show", "--lr"]):
-    assert bool(CliRunner().invoke(app, arguments).exit_code) == (arguments[-1] in ("trian", "--lr")), arguments
+    assert bool(runner.invoke(app, arguments).exit_code) == (arguments[-1] in ("trian", "--lr")), arguments
     assert "torch" not in sys.modules, arguments
-report = CliRunner().invoke(app, ["report", sys.argv[1]])
+report = runner.invoke(app, ["report", sys.argv[1]])
 assert report.exit_code == 0 and "torch" not in sys.modules, report.output
 print(*names)
 """
@@ -794,7 +797,7 @@ finally:
 
 
 def test_recipes_are_found_by_a_part_of_their_goal() -> None:
-    said = CliRunner().invoke(app, ["list", "recipes", "fine-tun"]).output
+    said = invoke(["list", "recipes", "fine-tun"]).output
     assert all(name in said for name in ("adamw", "lora_rite", "lora_muon"))
 
 
@@ -802,6 +805,6 @@ def test_a_command_names_the_package_that_is_missing(tmp_path: Path, monkeypatch
     monkeypatch.delitem(sys.modules, "eigengraft.experiments.reports.report", raising=False)
     monkeypatch.delitem(sys.modules, "eigengraft.experiments.reports", raising=False)
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    found = CliRunner().invoke(app, ["report", str(tmp_path)])
+    found = invoke(["report", str(tmp_path)])
     assert found.exit_code == 2
     assert "pip install jinja2" in " ".join(found.output.split())

@@ -10,11 +10,9 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 from eigengraft import RecipeError, Stage, State, StepContext
 from eigengraft.experiments import Experiment, RunLog, Tick, train
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.doctor import EXPLANATIONS, Diagnosis, diagnose, diagnose_all, diagnose_result
 from eigengraft.experiments.files import read_object
 from eigengraft.experiments.reports.records import error_line
@@ -22,6 +20,7 @@ from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, 
 from eigengraft.experiments.tasks.base import generator
 from eigengraft.experiments.training.callbacks import Callback, RunView
 
+from ..cli import invoke
 from ..refusals import lacking, refused
 
 Sickness = Literal[
@@ -273,7 +272,7 @@ def test_train_ends_with_the_causes_that_the_doctor_finds(
     directory = tmp_path / "run"
     file = json.dumps(patient(sickness, **fields).model_dump(mode="json"))
     (tmp_path / "exp.yaml").write_text(file)
-    output = CliRunner().invoke(app, ["train", str(tmp_path / "exp.yaml"), "--out", str(directory)]).output
+    output = invoke(["train", str(tmp_path / "exp.yaml"), "--out", str(directory)]).output
     assert lacking(output, f"{kinds};", f"doctor {directory}") == []
     assert ", ".join(one.kind for one in diagnose(directory).findings) == kinds
 
@@ -366,7 +365,7 @@ def test_a_killed_run_says_how_far_it_came_and_how_to_continue(step: int, row: i
 )
 def test_nothing_is_found_in_a_healthy_run(experiment: Experiment, tmp_path: Path) -> None:
     assert treated(experiment, tmp_path) == Diagnosis(tmp_path, ())
-    assert CliRunner().invoke(app, ["doctor", str(tmp_path)]).exit_code == 0
+    assert invoke(["doctor", str(tmp_path)]).exit_code == 0
     assert not (tmp_path / "fault.json").exists()
 
 
@@ -558,10 +557,10 @@ def test_an_error_before_the_first_step_is_found_until_the_run_continues(
 
 def test_the_command_prints_findings_and_what_it_could_not_check(tmp_path: Path) -> None:
     treated(patient(lr=1e-12), tmp_path / "run")
-    said = CliRunner().invoke(app, ["doctor", str(tmp_path / "run")])
+    said = invoke(["doctor", str(tmp_path / "run")])
     assert said.exit_code == 1 and "stalled" in said.output and EXPLANATIONS["stalled"].usual in said.output
     Task.members.pop("test_patient")  # as on a machine without the file that defines it
-    printed = json.loads(CliRunner().invoke(app, ["doctor", str(tmp_path / "run"), "--json"]).output)
+    printed = json.loads(invoke(["doctor", str(tmp_path / "run"), "--json"]).output)
     assert [one["kind"] for one in printed["findings"]] == ["stalled"]
     assert "test_patient" in printed["notes"][0]
 
@@ -571,23 +570,23 @@ def test_a_directory_without_a_run_is_refused_with_the_runs_inside(tmp_path: Pat
     with refused(RecipeError, tmp_path / "study", tmp_path / "study" / "seed-0"):
         diagnose(tmp_path / "study")
     (tmp_path / "empty").mkdir()
-    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "empty")]).exit_code == 2
+    assert invoke(["doctor", str(tmp_path / "empty")]).exit_code == 2
 
 
 def test_the_command_lists_the_runs_of_a_study_in_which_something_was_found(tmp_path: Path) -> None:
     train(patient(), tmp_path / "a" / "seed-0")
     train(patient(lr=1e-12), tmp_path / "b" / "seed-0")
     treated(patient("row"), tmp_path / "b" / "seed-1")
-    said = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    said = invoke(["doctor", str(tmp_path)])
     assert said.exit_code == 1
     assert lacking(said.output, "2 of 3 runs", f"doctor {tmp_path / 'b' / 'seed-0'}") == []
     table = [line.split() for line in said.output.splitlines()[4:6]]  # below the heads and a line
     step = next(one.step for one in diagnose(tmp_path / "b" / "seed-1").findings)
     assert table == [["b/seed-0", "stalled"], ["b/seed-1", "data", str(step)]]
-    records = json.loads(CliRunner().invoke(app, ["doctor", str(tmp_path), "--json"]).output)
+    records = json.loads(invoke(["doctor", str(tmp_path), "--json"]).output)
     assert [[one["kind"] for one in record["findings"]] for record in records] == [[], ["stalled"], ["data"]]
     assert [bool(one) for one in diagnose_all(tmp_path)] == [False, True, True]
-    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "a")]).exit_code == 0
+    assert invoke(["doctor", str(tmp_path / "a")]).exit_code == 0
 
 
 def test_train_ends_with_the_findings_that_need_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,9 +595,9 @@ def test_train_ends_with_the_findings_that_need_no_task(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(Patient, "build", broken)
         assert [one.kind for one in diagnose(tmp_path / "sick", with_task=False).findings] == ["stalled"]
-    said = CliRunner().invoke(app, ["train", str(tmp_path / "sick")])
+    said = invoke(["train", str(tmp_path / "sick")])
     assert lacking(said.output, "stalled", f"eigengraft doctor {tmp_path / 'sick'}") == []
-    assert "doctor" not in CliRunner().invoke(app, ["train", str(tmp_path / "healthy")]).output
+    assert "doctor" not in invoke(["train", str(tmp_path / "healthy")]).output
 
 
 def test_an_unusual_first_batch_is_no_rise_of_the_loss(tmp_path: Path) -> None:

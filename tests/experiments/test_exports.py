@@ -13,13 +13,12 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 from torch import nn
-from typer.testing import CliRunner
 
 from eigengraft import RecipeError, load_recipe
 from eigengraft.experiments import load_experiment
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.exports import export_algoperf, export_benchopt, export_sweep
 
+from ..cli import invoke
 from ..processes import run_command
 from ..refusals import refused
 
@@ -288,7 +287,7 @@ def test_the_commands_write_the_files(tmp_path: Path, monkeypatch: pytest.Monkey
         (["algoperf", "muon", "update.momentum.beta=0.9"], "submission/submission.py"),
         (["benchopt"], "solvers/eigengraft.py"),
     ):
-        result = CliRunner().invoke(app, ["export", *arguments])
+        result = invoke(["export", *arguments])
         assert result.exit_code == 0 and name in result.output, result.output
     assert read(tmp_path / "sweep" / "sweep.yaml")["parameters"]["weight_decay"] == {"values": [0.1, 0.2]}
     declared = json.loads((tmp_path / "submission" / "recipe.json").read_text())

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from eigengraft import RecipeError
 from eigengraft.experiments import Experiment, load_experiment, train
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.training.rundir import RunDirectory
 from eigengraft.experiments.training.schedule import Constant, Cosine, Linear, PowerDecay, WarmupStableDecay
 
+from ..cli import invoke
 from ..refusals import check_said, refused
 
 TINY = {
@@ -139,7 +138,7 @@ def test_the_command_advises_extension_and_continues_a_run_given_by_its_director
     Path("exp.yaml").write_text(json.dumps(fields))
 
     def command(*arguments: str) -> str:
-        return CliRunner().invoke(app, ["train", *arguments]).output
+        return invoke(["train", *arguments]).output
 
     command("exp.yaml", "--out", "run")
     check_said(command("exp.yaml", "steps=6", "--out", "run"), "steps: 4 -> 6", "--extend 6")

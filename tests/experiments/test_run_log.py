@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from eigengraft import RecipeError
 from eigengraft.experiments import Report, RunLog, diagnose, import_run, load_metrics
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.doctor import EXPLANATIONS
 from eigengraft.experiments.files import JsonLines, read_object
 from eigengraft.experiments.run_log import ROW_COLUMNS
 
+from ..cli import invoke
 from ..refusals import refused
 
 
@@ -68,7 +67,7 @@ def test_imported_runs_have_the_seeds_of_their_directories(tmp_path: Path) -> No
         file = tmp_path / "log.csv"
         file.write_text(f"step,val_loss\n1,{value}\n")
         out = tmp_path / "runs" / "mine" / f"seed-{seed}"
-        done = CliRunner().invoke(app, ["import-run", str(file), "--out", str(out), "--task", "t"])
+        done = invoke(["import-run", str(file), "--out", str(out), "--task", "t"])
         assert done.exit_code == 0, done.output
     (panel,) = Report(tmp_path / "runs").panels
     assert [(row.label, row.finals, row.ended) for row in panel.rows] == [("mine", {0: 1.0, 1: 3.0}, True)]
@@ -251,7 +250,7 @@ def test_a_log_is_imported_with_its_own_names(tmp_path: Path, suffix: str) -> No
     file.write_text("\n".join(lines) + "\n")
     out = tmp_path / "runs" / "other"
     columns = ["step=global_step", "loss=train/loss", "val_loss=eval/loss"]
-    done = CliRunner().invoke(app, ["import-run", str(file), "--out", str(out), "--task", "my text", *columns])
+    done = invoke(["import-run", str(file), "--out", str(out), "--task", "my text", *columns])
     assert done.exit_code == 0, done.output
     report = Report(tmp_path / "runs", x=["steps"])
     (run,) = report.records.runs

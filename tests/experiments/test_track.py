@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from eigengraft import RecipeError, Stage
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reports.seed_statistics import Target
 from eigengraft.experiments.reproduction.claims import ResultRow
 from eigengraft.experiments.studies.plan import plan_runs
@@ -41,6 +39,7 @@ from eigengraft.experiments.track.track import (
 from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.loading import load_recipe
 
+from ..cli import invoke
 from ..refusals import refused
 
 LAPTOP = Path(__file__).parents[2] / "papers" / "laptop_track"
@@ -280,19 +279,19 @@ def test_the_command_runs_an_entry_and_keeps_it(tmp_path: Path, monkeypatch: pyt
     tiny = module.Track.model_validate(small)
     monkeypatch.setattr(module, "load_track", lambda: tiny)
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["track", "run", "adamw", "--workers", "1"])
+    done = invoke(["track", "run", "adamw", "--workers", "1"])
     assert done.exit_code == 0, done.output
     assert "digits: the data differ from those of version 1" in done.output
     folder = tmp_path / "runs" / "track"
     assert read_table(folder) == {"adamw": TrackEntry("adamw", {"base": "adamw"})}
     before = (folder / RESULTS_FILE).read_text()
-    assert CliRunner().invoke(app, ["track", "run", "adamw", "--workers", "1"]).exit_code == 0
+    assert invoke(["track", "run", "adamw", "--workers", "1"]).exit_code == 0
     assert (folder / RESULTS_FILE).read_text() == before  # rows of an entry are replaced
-    shown = CliRunner().invoke(app, ["track", "report"])
+    shown = invoke(["track", "report"])
     assert shown.exit_code == 0, shown.output
     assert "| `adamw` | 1.00 | 1.00 | 1.00 | 4 (" in shown.output
     assert (folder / "profile.svg").exists()
-    assert CliRunner().invoke(app, ["track", "report", "--check"]).exit_code == 0
+    assert invoke(["track", "report", "--check"]).exit_code == 0
     page = folder / "README.md"
     page.write_text(page.read_text().replace("1.00", "0.99"))
-    assert CliRunner().invoke(app, ["track", "report", "--check"]).exit_code == 1
+    assert invoke(["track", "report", "--check"]).exit_code == 1

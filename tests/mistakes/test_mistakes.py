@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import eigengraft
 from eigengraft import RecipeError
 from eigengraft.experiments import load_experiment
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.study import load_study
 from eigengraft.optimizers.recipe.loading import parse_yaml
 from eigengraft.preconditioners import Momentum
 
+from ..cli import invoke
 from ..refusals import check_said, refused
 from .calls import CALLS
 from .command_line import COMMAND_LINES
@@ -86,7 +85,7 @@ def test_wrong_studies_are_refused(written: str, says: tuple[object, ...], folde
 
 @pytest.mark.parametrize(("written", "says"), COMMAND_LINES)
 def test_wrong_command_lines_are_refused(written: str, says: tuple[object, ...], folder: Path) -> None:
-    result = CliRunner().invoke(app, shlex.split(written))
+    result = invoke(shlex.split(written))
     assert isinstance(result.exception, SystemExit) and result.exit_code == 2
     check_said(" ".join(result.output.split()), *says)
     assert "Traceback" not in result.output and "None" not in result.output

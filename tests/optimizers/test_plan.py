@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from typer.testing import CliRunner
 
 import eigengraft
 from eigengraft.blocking import Blocking
@@ -33,7 +32,6 @@ from eigengraft.distributed.distribution import Distribution
 from eigengraft.distributed.layouts import Layout, holding
 from eigengraft.distributed.rank_group import RankGroup, Work, pads
 from eigengraft.errors import RecipeError
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.tasks.model_shapes import MODELS, parameters_of, read_shapes
 from eigengraft.optimizers.plan.measure import measured_work
 from eigengraft.optimizers.plan.plan import Plan, known, plan
@@ -43,6 +41,7 @@ from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.routing import DescribedParameters, ParamInfo, describe_model
 from eigengraft.optimizers.stacks.assignment import block_cost
 
+from ..cli import invoke
 from ..refusals import check_said, refused
 
 pytestmark = pytest.mark.slow
@@ -452,7 +451,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The command with those arguments, in an own directory, on lines wide enough that no message is broken."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
-    return lambda *arguments: CliRunner().invoke(app, ["plan", *arguments])
+    return lambda *arguments: invoke(["plan", *arguments])
 
 
 def test_shapes_in_files(tmp_path: Path) -> None:

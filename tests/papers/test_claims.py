@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from eigengraft import RecipeError
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reproduction.claims import (
     PaperClaim,
     ResultRow,
@@ -22,6 +20,7 @@ from eigengraft.experiments.reproduction.claims import (
 )
 from eigengraft.experiments.reproduction.pages import paper_pages, read_studies, study_table
 
+from ..cli import invoke
 from ..refusals import refused
 from .scripts import PAPERS
 
@@ -173,15 +172,15 @@ def test_the_command_judges_and_renews_pages(tmp_path: Path) -> None:
     """Exit code 1 while a page is old, and where what is said to hold does not."""
     write_folder(tmp_path, "state_bytes_per_parameter", "compare: ratio, most: 1.0")
     check = ["reproduce", str(tmp_path), "--check"]
-    before = CliRunner().invoke(app, check)
+    before = invoke(check)
     assert before.exit_code == 1 and "1 of 1 claims hold" in before.output
-    assert CliRunner().invoke(app, ["reproduce", str(tmp_path), "--write"]).exit_code == 0
-    assert CliRunner().invoke(app, check).exit_code == 0
+    assert invoke(["reproduce", str(tmp_path), "--write"]).exit_code == 0
+    assert invoke(check).exit_code == 0
     readme = (tmp_path / "README.md").read_text()
     assert "| s | t |  | ratio of state bytes per parameter at most 1 | 1.000 | 1 |  | **holds** |" in readme
     assert readme.startswith("# p\n") and readme.endswith("\nmore\n") and "stale" not in readme
     (tmp_path / "claims.yaml").write_text(CLAIMS % ("state_bytes_per_parameter", "compare: ratio, most: 0.5"))
-    wrong = CliRunner().invoke(app, ["reproduce", str(tmp_path), "--write"])
+    wrong = invoke(["reproduce", str(tmp_path), "--write"])
     assert wrong.exit_code == 1 and "expected to hold, but do not: one" in wrong.output
 
 

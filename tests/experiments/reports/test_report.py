@@ -8,11 +8,9 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from typer.testing import CliRunner
 
 from eigengraft import RecipeError
 from eigengraft.experiments import RunLog
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reports import figures
 from eigengraft.experiments.reports.comparison import compare, sweeps, tuning_curves
 from eigengraft.experiments.reports.recipe_diff import diff_recipes
@@ -28,6 +26,7 @@ from eigengraft.experiments.reports.tables import (
 )
 from eigengraft.experiments.reproduction.claims import collect_results
 
+from ...cli import invoke
 from ...refusals import lacking, refused
 
 pytestmark = pytest.mark.slow
@@ -174,7 +173,7 @@ def test_a_learning_rate_that_was_not_tuned_is_a_notice(done, tmp_path, no_pictu
     names = {"one rate": ("adamw, soap",), "one rate of one": ("adamw",)}.get(done, ())
     found = [*filter(None, [Report(tmp_path).records.untuned])]
     assert len(found) == len(names) and all(lacking(*pair) == [] for pair in zip(found, names, strict=True))
-    page, said = Report(tmp_path).page(), CliRunner().invoke(app, ["report", str(tmp_path)])
+    page, said = Report(tmp_path).page(), invoke(["report", str(tmp_path)])
     assert all(notice in page and notice in said.stderr for notice in found)
     assert ("grid.yaml" in page) == (done == "elsewhere")
     assert len(collect_results(tmp_path)["rows"]) == len(manifest["runs"])  # such runs may be kept as results
@@ -799,13 +798,11 @@ class TestOptions:
     def test_the_command_has_all_of_it(self, study, tmp_path):
         options = ["--only", "soap", "--only", "adamw", "--labels", "soap=SOAP", "--width", "3.4", "--log", "none"]
         out = tmp_path / "figures"
-        done = CliRunner().invoke(
-            app, ["report", str(study), *options, "--x", "seconds", "--figures", str(out), "--pdf"]
-        )
+        done = invoke(["report", str(study), *options, "--x", "seconds", "--figures", str(out), "--pdf"])
         assert done.exit_code == 0, done.output
         assert {path.suffix for path in out.iterdir()} == {".svg", ".png", ".pdf"}
         assert "SOAP" in (study / "runs.csv").read_text()
-        refused_call = CliRunner().invoke(app, ["report", str(study), "--pdf"])
+        refused_call = invoke(["report", str(study), "--pdf"])
         assert refused_call.exit_code == 2 and "--figures" in refused_call.stderr
 
     def test_runs_of_a_report_are_a_data_frame(self, study):

@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import eigengraft
 from eigengraft import RecipeError
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.preview import preview_study
 from eigengraft.experiments.studies.study import load_study, split_axes
 
+from ...cli import invoke
 from ...refusals import refused
 
 TINY = {"task": {"kind": "digits", "layers": 1, "width": 4}, "recipe": "adamw", "steps": 2}
@@ -105,7 +104,7 @@ def test_the_command_lists_cells_and_differences_and_writes_nothing(tmp_path):
     path.write_text(
         "{base: {task: digits, recipe: adamw, steps: 60}, axes: {lr: [1], m: {a: {}, s: {recipe: soap_fitted}}}}"
     )
-    done = CliRunner().invoke(app, ["ablate", str(path), "--dry-run", "--out", str(tmp_path / "runs")])
+    done = invoke(["ablate", str(path), "--dry-run", "--out", str(tmp_path / "runs")])
     assert done.exit_code == 0, done.output
     assert "seconds a run" in done.output
     assert "tiny: 2 runs in 2 cells" in done.output

@@ -6,11 +6,9 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from eigengraft import RecipeError
 from eigengraft.experiments import load_experiment
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.reports.records import METRICS, Tried, read_records, read_tuned
 from eigengraft.experiments.reports.report import Report
 from eigengraft.experiments.reports.tables import write_tables
@@ -20,6 +18,7 @@ from eigengraft.experiments.studies.running import prepare_study, run_study
 from eigengraft.experiments.studies.study import load_study
 from eigengraft.experiments.studies.tuning import CoordinateDescent, Trial
 
+from ...cli import invoke
 from ...processes import fork_what_is_spawned
 from ...refusals import refused
 
@@ -189,7 +188,7 @@ def test_a_rate_at_an_end_of_what_was_tried_is_told_wherever_it_is_shown(tmp_pat
     one = study(axes={"method": {"adam": {"lr": 1e-5}}}, seeds=[0], tune={"seeds": [7], "trials": 3})
     (tmp_path / "tiny.yaml").write_text(json.dumps(one.model_dump(mode="json")))
     out = tmp_path / "out"
-    done = CliRunner().invoke(app, ["ablate", str(tmp_path / "tiny.yaml"), "--out", str(out)])
+    done = invoke(["ablate", str(tmp_path / "tiny.yaml"), "--out", str(out)])
     (found,) = read_tuned(out)
     assert found.values == {"lr": 2e-5}
     assert "method=adam: the best lr, 2e-05, is at the largest end of what was tried" in done.output

@@ -13,16 +13,15 @@ from multiprocessing.sharedctypes import RawArray
 
 import pytest
 import sqlalchemy
-from typer.testing import CliRunner
 
 from eigengraft import RecipeError
-from eigengraft.experiments.cli.main import app
 from eigengraft.experiments.studies import database, rendezvous, running
 from eigengraft.experiments.studies.pool import PoolEvent
 from eigengraft.experiments.studies.rendezvous import FileLeases
 from eigengraft.experiments.studies.running import StudyJob, complete_study, prepare_study, run_study, submit_study
 from eigengraft.experiments.studies.study import load_study
 
+from ...cli import invoke
 from ...processes import FORK_SPAWNED, fork_what_is_spawned, start
 from ...refusals import check_said, refused
 
@@ -455,7 +454,7 @@ def test_jobs_of_a_cluster_share_the_runs(tmp_path, monkeypatch):
 def test_options_of_jobs_that_do_not_fit_are_refused(options, says, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     monkeypatch.setenv("COLUMNS", "1000")
-    done = CliRunner().invoke(app, ["ablate", "demo", "--out", str(tmp_path / "out"), *options])
+    done = invoke(["ablate", "demo", "--out", str(tmp_path / "out"), *options])
     assert done.exit_code == 2
     check_said(" ".join(done.output.split()), *says)
     assert not (tmp_path / "out").exists()
