@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Se
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, TypeVar, get_args, get_origin
 
 import numpy as np
@@ -37,8 +38,13 @@ def plain(value: Any) -> Any:
     Mappings become dicts, sequences become lists (a tuple stays a tuple), and numbers and arrays of NumPy become
     numbers and lists. Any other value is returned unchanged.
     """
-    if value is None or type(value) in (str, int, float, bool):
+    kind = type(value)
+    if kind in PLAIN_TYPES:
         return value
+    if kind is dict:
+        return {key: item if type(item) in PLAIN_TYPES else plain(item) for key, item in value.items()}
+    if kind is list:
+        return [item if type(item) in PLAIN_TYPES else plain(item) for item in value]
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -47,6 +53,11 @@ def plain(value: Any) -> Any:
         return tuple(map(plain, value))
     listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
     return [plain(item) for item in value] if listed else value
+
+
+PLAIN_TYPES = frozenset({NoneType, str, int, float, bool})
+"""Types whose values `plain` returns without another look. Every component that is validated asks for all values in it,
+so that most of the time to load a recipe was spent on checks for abstract classes."""
 
 
 _IN_SCHEMA = ContextVar("in_schema", default=False)
@@ -389,6 +400,8 @@ def _missing_methods(cls: type[Component]) -> str:
 
     Example: "apply() and the property `interval`".
     """
+    if not cls.__abstractmethods__:
+        return ""
     missing = ((name, isinstance(getattr(cls, name), property)) for name in sorted(cls.__abstractmethods__))
     return " and ".join(f"the property `{name}`" if is_property else f"{name}()" for name, is_property in missing)
 

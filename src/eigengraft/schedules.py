@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_serializer, model_validator
 
-from .component import C, Component, components_in, plain
+from .component import PLAIN_TYPES, C, Component, components_in, plain
 
 Shape = Literal["linear", "cosine", "half_life"]
 
@@ -158,7 +158,11 @@ class Schedulable(Component):
         if not isinstance(value, Mapping) or cls.is_family():
             return handler(value)
         value = plain(value)
-        found = {name: read for name, given in value.items() if (read := cls._schedule(name, given)) is not None}
+        found = {
+            name: read
+            for name, given in value.items()
+            if type(given) not in PLAIN_TYPES and (read := cls._schedule(name, given)) is not None
+        }
         if not found:
             return handler(value)
         first = {name: schedule[0].start for name, schedule in found.items()}
