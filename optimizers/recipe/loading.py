@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from copy import deepcopy
+from functools import cache, lru_cache
 from importlib import resources
 from io import StringIO
 from os import PathLike
@@ -56,7 +57,18 @@ def load_recipe(source: RecipeSource, overrides: Overrides = (), parse: Callable
     return validated(Recipe, assign_paths(recipe.model_dump(mode="json"), changes)) if changes else recipe
 
 
+@cache
+def _shipped(name: str) -> Recipe:
+    """Return the shipped recipe of a name, which is validated once in a process. Callers must not change it."""
+    return validated(Recipe, raw_recipe(name))
+
+
 def _validated(source: Any) -> Recipe:
+    if isinstance(source, str) and source in shipped():
+        recipe = _shipped(source).model_copy()
+        # components cannot be changed, but these mappings can
+        vars(recipe).update(storage={**recipe.storage}, expect={**recipe.expect})
+        return recipe
     raw = raw_recipe(source)
     if not (isinstance(source, (str, PathLike)) and str(source).endswith(YAML_SUFFIXES)):
         return validated(Recipe, raw)
@@ -144,6 +156,8 @@ def _renamed(data: Any) -> Any:
 
 
 def _base(source: RecipeSource, folder: Path | None, derived: tuple[str, ...]) -> Recipe:
+    if isinstance(source, str) and source in shipped():
+        return _shipped(source)
     try:
         return validated(Recipe, raw_recipe(source, folder, derived))
     except RecipeError as error:
@@ -268,18 +282,28 @@ def parse_yaml(text: str, source: str = "value") -> Any:
     source: name of the text in error messages.
     """
     try:
-        from ruamel.yaml import YAML
         from ruamel.yaml.error import MarkedYAMLError, YAMLError
     except ModuleNotFoundError:
         raise RecipeError(f"{source}: ruamel.yaml is not installed; run `pip install ruamel.yaml`") from None
     try:
-        return YAML(typ="safe", pure=True).load(text)
+        return deepcopy(_loaded(text))
     except MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         raise RecipeError(f"{source}{where}: {error.problem or 'malformed YAML'}") from None
     except YAMLError as error:
         raise RecipeError(f"{source}: malformed YAML ({error})") from None
+
+
+@lru_cache(maxsize=64)
+def _loaded(text: str) -> Any:
+    """Return the data of YAML text, which callers must not change.
+
+    Commands read the files of a study several times, and ruamel.yaml takes 100 times as long as a copy of the data.
+    """
+    from ruamel.yaml import YAML
+
+    return YAML(typ="safe", pure=True).load(text)
 
 
 def write_yaml(data: Any, unicode: bool = True) -> str:
