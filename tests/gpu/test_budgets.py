@@ -11,7 +11,7 @@ from eigengraft.optimizers import WeightDecay
 from eigengraft.optimizers.write import Averaging, Constraint
 
 from ..recipes import ALONE
-from .budgets import measure, steps, table
+from .budgets import measure, steady, table
 
 BUDGETS = table()
 QUICK = ("adamw", "muon", "soap_fitted", "shampoo")
@@ -25,31 +25,31 @@ def test_every_recipe_has_a_budget() -> None:
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(BUDGETS)]
 )
 def test_a_step_keeps_to_its_budget(name: str) -> None:
-    found, steady = measure(name)
+    found, counts = measure(name)
     exceeded = found.exceeded(BUDGETS[name])
-    assert not exceeded, f"(measured, limit): {exceeded}; waits and copies of a steady step: {steady.by_line('waits')}"
+    assert not exceeded, f"(measured, limit): {exceeded}; waits and copies of a steady step: {counts.by_line('waits')}"
 
 
 @pytest.mark.parametrize("kind", sorted(WeightDecay.members))
 def test_decays_and_writes_are_launched_for_stacks(kind: str) -> None:
     """8 more layers are 96 more parameters: a launch for each would be that many."""
-    few, many = (steps({"base": "lion", "weight_decay": kind}, layers)[1][-1] for layers in (4, 12))
+    few, many = (steady({"base": "lion", "weight_decay": kind}, layers)[1] for layers in (4, 12))
     assert many.kernels - few.kernels <= 8, many.by_line("kernels")
 
 
 def test_masks_of_usable_gradients_are_launched_for_stacks() -> None:
     """A step of Adam's chain then moves 22 times the bytes of the parameters, where a fused kernel alone moves 5."""
     recipe = {"base": "adamw", "failure": {"detect": "device"}}
-    (_, few), (size, many) = (steps(recipe, layers) for layers in (4, 12))
-    assert few[-1].kernels <= 86 and many[-1].kernels <= 92, many[-1].by_line("kernels")
-    assert many[-1].traffic <= 22 * size and many[-1].waits == 0, many[-1].by_line("traffic")
+    (_, few), (size, many) = (steady(recipe, layers) for layers in (4, 12))
+    assert few.kernels <= 86 and many.kernels <= 92, many.by_line("kernels")
+    assert many.traffic <= 22 * size and many.waits == 0, many.by_line("traffic")
 
 
 @pytest.mark.parametrize("recipe", ["soap_fitted", "shampoo"])
 def test_roots_and_bases_are_not_copied_under_a_mask(recipe: str) -> None:
     """Statistics and moments are, because a step writes them."""
-    _, found = steps({"base": recipe, "failure": {"detect": "device"}}, 4)
-    lines = found[-1].by_line("kernels")
+    _, found = steady({"base": recipe, "failure": {"detect": "device"}}, 4)
+    lines = found.by_line("kernels")
     copied, stored = (
         [own.kernels for line, own in lines.items() if "/slots.py" in line and end in line.split()]
         for end in ("clone", "where")
@@ -67,7 +67,7 @@ OTHERS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", OTHERS, ids=str)
 def test_averages_and_constraints_are_launched_for_stacks(changes: dict[str, Any]) -> None:
-    few, many = (steps({"base": "lion", **changes}, layers)[1][-1] for layers in (4, 12))
+    few, many = (steady({"base": "lion", **changes}, layers)[1] for layers in (4, 12))
     assert many.kernels - few.kernels <= 8, many.by_line("kernels")
     assert few.waits == many.waits == 1
 
@@ -75,5 +75,5 @@ def test_averages_and_constraints_are_launched_for_stacks(changes: dict[str, Any
 @pytest.mark.parametrize("rule", ["stochastic", "compensated", "split"])
 def test_roundings_of_bfloat16_are_launched_for_stacks(rule: str) -> None:
     recipe = {"base": "lion", "constraints": {"kind": "rounding", "rule": rule}}
-    few, many = (steps(recipe, layers, torch.bfloat16)[1][-1] for layers in (4, 12))
+    few, many = (steady(recipe, layers, torch.bfloat16)[1] for layers in (4, 12))
     assert many.kernels - few.kernels <= 8, many.by_line("kernels")

@@ -5,6 +5,7 @@ The device is the simulated accelerator, or the CUDA device of a machine that ha
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -274,6 +275,10 @@ def test_blocks_are_checked_for_inf_and_nan_by_two_kernels(device: torch.device)
     assert finite_blocks(given[:, :0]).all() and finite_blocks(given[:0]).shape == (0,)
 
 
+PROGRAMS = defaultdict[bool, dict[Any, traced.Program]](dict)
+"""Programs of the test below, which do not depend on rates: by whether the device is simulated, and by their source."""
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["0-d", "one element"])
 def test_a_rate_on_the_device_is_not_read(
@@ -281,7 +286,7 @@ def test_a_rate_on_the_device_is_not_read(
 ) -> None:
     """The steps are those of a rate on the host, also when the tensor changes in place."""
     monkeypatch.setattr(traced, "generate", lambda graph, symbolic: lambda tensors: graph(*tensors))
-    monkeypatch.setattr(traced, "_PROGRAMS", {})
+    monkeypatch.setattr(traced, "_PROGRAMS", PROGRAMS[simulated()])
     given, rate = gradients(6), torch.zeros(shape, device=device)
     runs = [Run("adamw", device, failure={"detect": "device"}, compile=compiled) for _ in range(2)]
     for at, step in enumerate(given):

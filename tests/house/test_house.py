@@ -96,18 +96,35 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
     assert [f"{path.relative_to(ROOT)}: {m[0]}" for path, text in texts.items() for m in FORBIDDEN.finditer(text)] == []
 
 
-BRITISH = re.compile(
-    r"(colo|neighbo|behavio|favo)u[r]|(normal|recogn|initial|amort|factor|diagonal|quant|optim)is(e[ds]?|ing|ation)\b|label[l]ed",
-    re.IGNORECASE,
-)
+BRITISH = {
+    **{f"{stem}ur": "" for stem in ("colo", "neighbo", "behavio", "favo")},
+    **{
+        f"{stem}is": r"(e[ds]?|ing|ation)\b"
+        for stem in ("normal", "recogn", "initial", "amort", "factor", "diagonal", "quant", "optim")
+    },
+    f"{'label'}led": "",
+}
+"""Beginnings of words, and expressions for the rest of the word."""
+
+
+def british(text: str) -> list[str]:
+    """Return words of a text that are spelled in another way in America, in lower case."""
+    text = text.lower()  # to look for the beginnings in it takes a tenth of the time of one expression for all words
+    found = (re.search(start + rest, text) for start, rest in BRITISH.items() if start in text)
+    return [match[0] for match in found if match]
 
 
 def test_words_are_spelled_as_in_america() -> None:
     suffixes = {".py", ".md", ".yaml", ".jinja"}
     folders = [ROOT / name for name in (*ROOMS, "src", "papers", "tests", "docs")]
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()]
-    found = ((path.relative_to(ROOT), BRITISH.search(path.read_text(encoding="utf-8"))) for path in files)
-    assert [f"{path}: {match[0]}" for path, match in found if match] == []
+    found = {str(path.relative_to(ROOT)): british(path.read_text(encoding="utf-8")) for path in files}
+    assert {path: words for path, words in found.items() if words} == {}
+
+
+def test_the_search_for_words_finds_them() -> None:
+    words = ["Neighbo" + "urs", "normalis" + "ation", "optimis" + "es", "labell" + "ed", "optimism", "normal is"]
+    assert british(" ".join(words)) == ["neighbo" + "ur", "normalis" + "ation", "optimis" + "es", "labell" + "ed"]
 
 
 @pytest.mark.parametrize("parts", [("", "home", "me"), ("file = '", "work", "x"), ("https:", "", "pypi" + ".org", "")])

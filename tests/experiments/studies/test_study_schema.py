@@ -18,7 +18,7 @@ from eigengraft.optimizers.recipe.schema import json_schema
 
 from ...json_schemas import CHECKED, NOTES, keywords, violations
 
-schema_of = functools.cache(json_schema)
+schema_of, content = functools.cache(json_schema), functools.cache(read_yaml)
 SCHEMA = schema_of(Study)
 BASE = "base: {task: digits, recipe: soap_fitted}, axes: {method: {a: {}}}"
 RIGHT = [
@@ -74,7 +74,7 @@ TABLES = {ENTRIES_FILE: Recipe, PUBLISHED: Ranking}
 
 def kind_of(path):
     """The schema that a file, or each value of a table, is written for."""
-    fields = read_yaml(path)
+    fields = content(path)
     kinds = {"axes": Study, "claims": PaperClaims, "tasks": Track, "task": Experiment, "update": Recipe, "base": Recipe}
     kinds["candidates"] = StepBench
     return TABLES.get(path.name) or next(kinds[field] for field in kinds if field in fields)
@@ -82,7 +82,7 @@ def kind_of(path):
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in FILES])
 def test_every_file_of_experiments_and_papers_follows_its_schema(path):
-    schema, data = schema_of(kind_of(path)), read_yaml(path)
+    schema, data = schema_of(kind_of(path)), content(path)
     if path.name == ENTRIES_FILE:
         data = {name: dict(entry.recipe) for name, entry in read_table(path.parent).items()}
     for one in data.values() if path.name in TABLES else [data]:
