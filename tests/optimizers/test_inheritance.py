@@ -23,6 +23,16 @@ def test_a_base_alone_is_the_base() -> None:
     assert load_recipe({"base": "soap_fitted"}) == load_recipe("soap_fitted")
 
 
+def test_what_is_loaded_once_is_handed_out_as_copies() -> None:
+    """Neither a recipe nor the data of a text sees a change of another that was loaded from the same source."""
+    one, other, data = load_recipe("soap_4bit"), load_recipe("soap_4bit"), parse_yaml("{a: [1]}")
+    one.storage.clear()
+    one.expect["adam"] = "> 0 parameters"
+    data["a"].append(2)
+    assert load_recipe("soap_4bit") == other == load_recipe({"base": "soap_4bit"}) != one
+    assert parse_yaml("{a: [1]}") == {"a": [1]}
+
+
 def test_fields_beside_the_base_replace_its_fields() -> None:
     recipe = load_recipe({"base": "soap_4bit", "lr": 0.5, "storage": {"basis": "bf16"}})
     assert recipe == load_recipe("soap_4bit").replace(lr=0.5, storage={"basis": {"kind": "bf16"}})
