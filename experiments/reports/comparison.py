@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import fmean
 from typing import Any
 
 from .figures import Curve, LostRun, styles_of
-from .records import Abscissa, Metric, Records, Rise, Run, TunedCell, cell_name, label_number
+from .records import Abscissa, Metric, Records, Rise, Run, TunedCell, cell_name, grouped, label_number
 from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, summarize
 
 
@@ -94,45 +94,36 @@ class ComparisonRow:
             return None
         return paired(self.finals, self.baseline.finals)
 
-    def reached(self, axis: int) -> dict[int, float | None]:
+    def reached(self, along: Abscissa = "steps") -> dict[int, float | None]:
         """Return where each run first reaches the final metric of the baseline's run with the same seed.
 
-        Returns seed -> step or seconds, None if the run never reaches the metric. Seeds without a finite final metric
-        of the baseline are left out. Empty if the rows are not comparable, or if the metric of the baseline rose again:
-        its curve passes the final value long before its end.
-
-        axis: 0 for steps, 1 for seconds of time.
+        Returns seed -> number of steps, or of another quantity of a run, None if the run never reaches the metric.
+        Seeds without a finite final metric of the baseline are left out. Empty if the rows are not comparable, or if
+        the metric of the baseline rose again: its curve passes the final value long before its end.
         """
         base, found = self.baseline or self, dict[int, float | None]()
-        levels = base.finals
+        levels, sign = base.finals, self.metric.sign
         for run in self.runs if self.comparable and not base.rises else ():
-            if axis == 1 and not run.abscissas("seconds"):
-                continue
-            if run.result and math.isfinite(levels.get(run.seed, math.inf)):
-                curve = run.curve(self.metric)
-                values = [self.metric.sign * value for value in curve[2]]
-                found[run.seed] = reaches(curve[axis], values, self.metric.sign * levels[run.seed])
+            if run.result and run.abscissas(along) and math.isfinite(levels.get(run.seed, math.inf)):
+                points = run.points(self.metric, along).values()
+                found[run.seed] = reaches(
+                    [x for x, _ in points], [sign * y for _, y in points], sign * levels[run.seed]
+                )
         return found
 
-    def at_first_evaluation(self, axis: int) -> set[int]:
+    def at_first_evaluation(self, along: Abscissa = "steps") -> set[int]:
         """Return the seeds whose runs reach the baseline's metric by their first evaluation.
 
         For these seeds the result of `reached` is only an upper bound.
-
-        axis: 0 for steps, 1 for seconds of time, as in `reached`.
         """
-        found = self.reached(axis)
-        curves = {run.seed: run.curve(self.metric) for run in self.runs if found.get(run.seed) is not None}
-        firsts = {
-            seed: next(x for x, y in zip(curve[axis], curve[2], strict=True) if math.isfinite(y))
-            for seed, curve in curves.items()
-        }
+        found = self.reached(along)
+        points = {run.seed: run.points(self.metric, along) for run in self.runs if found.get(run.seed) is not None}
+        firsts = {seed: next(x for x, y in own.values() if math.isfinite(y)) for seed, own in points.items()}
         return {seed for seed, first in firsts.items() if found[seed] == first > 0}
 
     def first(self, target: Target) -> int | None:
         """Return the first step at which the row's runs reach a target (see `Target`), None if there is none."""
-        curves = (run.curve(self.metric) for run in self.runs)
-        return target.first([dict(zip(curve[0], curve[2], strict=True)) for curve in curves], self.metric.sign)
+        return target.first([run.evaluations(self.metric) for run in self.runs], self.metric.sign)
 
     def summary(self, field: str) -> Summary | None:
         """Return the mean and the spread over seeds of a number in result.json or of a metric `val.NAME`. Return None
@@ -273,18 +264,19 @@ def leaders(rows: Iterable[ComparisonRow], metric: Metric) -> list[ComparisonRow
     return [row for place, row in enumerate(ended) if not place or corrected.get(str(place), 0.0) > 0.05]
 
 
-def compare(records: Records) -> list[ComparisonPanel]:
+@lru_cache(maxsize=2)
+def compare(records: Records) -> Sequence[ComparisonPanel]:
     """Group the runs into panels, one for each combination of labels on the axes that are not compared.
 
     The row of the baseline is the first of a panel. The other rows have the order of the runs. Tables, legends and
-    figures have this order.
+    figures have this order. The result is cached, so that tests and curves of its rows are computed once.
     """
-    groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
-    for run in records.runs:
-        others = tuple((axis, label) for axis, label in run.labels.items() if axis != records.compare)
-        groups.setdefault(others, []).append(run)
+
+    def others(run: Run) -> tuple[tuple[str, str], ...]:
+        return tuple((axis, label) for axis, label in run.labels.items() if axis != records.compare)
+
     styles = _styles({_row_label(run, records): run.labels[records.compare] for run in records.runs}, records)
-    return [_panel(others, runs, styles, records) for others, runs in groups.items()]
+    return [_panel(own, runs, styles, records) for own, runs in grouped(records.runs, others).items()]
 
 
 def _styles(methods: Mapping[str, str], records: Records) -> dict[str, int]:
@@ -303,9 +295,7 @@ def _styles(methods: Mapping[str, str], records: Records) -> dict[str, int]:
 def _panel(
     others: Sequence[tuple[str, str]], runs: Sequence[Run], styles: Mapping[str, int], records: Records
 ) -> ComparisonPanel:
-    by_label: dict[str, list[Run]] = {}
-    for run in runs:
-        by_label.setdefault(_row_label(run, records), []).append(run)
+    by_label = grouped(runs, lambda run: _row_label(run, records))
 
     def row(label: str, baseline: ComparisonRow | None) -> ComparisonRow:
         return ComparisonRow(label, styles[label], tuple(by_label[label]), records.metric, baseline, records.compare)
@@ -347,6 +337,7 @@ def _lost(run: Run, metric: Metric, along: Abscissa) -> LostRun | None:
     return LostRun([x for x, _ in points], [y for _, y in points], ends[-1]) if ends else None
 
 
+@lru_cache(maxsize=2)
 def swept(records: Records) -> Records:
     """Return the records with the axis of learning rates as the compared axis, if the study has one.
 
@@ -412,14 +403,12 @@ def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[Compari
     Returns [] unless the compared axis has at least two labels, all of which are numbers.
     """
     panels = compare(records)
-    groups: dict[tuple[str, ...], list[ComparisonPanel]] = {}
-    for panel in panels if _numbers(panels) else ():
-        if panel.labels:
-            groups.setdefault(panel.headings[:-1], []).append(panel)
-    return [(outer, group) for outer, group in groups.items() if len(group) > 1]
+    groups = grouped((panel for panel in panels if panel.labels), lambda panel: panel.headings[:-1])
+    return [(outer, group) for outer, group in groups.items() if len(group) > 1] if _numbers(panels) else []
 
 
-def at_their_best(records: Records) -> list[ComparisonPanel]:
+@lru_cache(maxsize=2)
+def at_their_best(records: Records) -> Sequence[ComparisonPanel]:
     """Return panels that compare methods, each at its best label of the compared axis, such as its best learning rate.
 
     Methods are the labels of the last axis besides the compared axis. The first method is the baseline. If the first

@@ -9,13 +9,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from eigengraft.errors import counted, name_some
 
@@ -23,6 +23,8 @@ from ..files import JsonLines, read_object
 from ..provenance import provenance_of, variants, without_folders
 from .seed_statistics import Target
 
+Item = TypeVar("Item")
+K = TypeVar("K", bound=Hashable)
 Status = Literal["complete", "diverged", "failed", "unfinished", "missing"]
 Abscissa = Literal["steps", "seconds", "tokens", "flops"]
 """The quantity along which a metric is drawn."""
@@ -217,34 +219,24 @@ class Run:
         key = {"steps": "step", "tokens": "tokens", "flops": "flops"}[along]
         return [float(row[key]) for row in self.rows] if all(key in row for row in self.rows) else []
 
+    def evaluations(self, metric: Metric) -> dict[int, float]:
+        """Return the metric of every evaluation by step."""
+        rows = (row for row in self.rows if row.get(metric.key) is not None)
+        return {int(row["step"]): _number(row[metric.key], metric) for row in rows}
+
     def points(self, metric: Metric, along: Abscissa) -> dict[int, tuple[float, float]]:
         """Return (abscissa, metric) of every evaluation by step. Empty if the run has not recorded the abscissa."""
-        return {
-            int(row["step"]): (x, _number(row[metric.key], metric))
-            for row, x in zip(self.rows, self.abscissas(along), strict=False)
-            if row.get(metric.key) is not None
-        }
-
-    def curve(self, metric: Metric) -> tuple[list[int], list[float], list[float]]:
-        """Return the steps, training seconds and metrics of all evaluations."""
-        rows = [
-            (row, time) for row, time in zip(self.rows, self.seconds(), strict=True) if row.get(metric.key) is not None
-        ]
-        return (
-            [int(row["step"]) for row, _ in rows],
-            [time for _, time in rows],
-            [_number(row[metric.key], metric) for row, _ in rows],
-        )
+        places = {int(row["step"]): x for row, x in zip(self.rows, self.abscissas(along), strict=False)}
+        return {step: (places[step], y) for step, y in self.evaluations(metric).items()} if places else {}
 
     def best(self, metric: Metric) -> tuple[int, float] | None:
         """Return the step and the value of the best evaluation, None without an evaluation that is finite."""
-        steps, _, values = self.curve(metric)
-        found = [(metric.sign * y, x) for x, y in zip(steps, values, strict=True) if math.isfinite(y)]
+        found = [(metric.sign * y, step) for step, y in self.evaluations(metric).items() if math.isfinite(y)]
         return (min(found)[1], metric.sign * min(found)[0]) if found else None
 
     def rise(self, metric: Metric) -> Rise | None:
         """Return the rise of a metric of validation after its best evaluation, None unless it is large (see ROSE)."""
-        best, (_, _, values) = self.best(metric), self.curve(metric)
+        best, values = self.best(metric), list(self.evaluations(metric).values())
         if best is None or metric is TRAINING_LOSS or not math.isfinite(values[-1]):
             return None
         first = self.result.get("first_loss") if metric.key == "val_loss" else None
@@ -347,11 +339,12 @@ FEW_EVALUATIONS = 5
 """If a run has fewer evaluations than this, reports say that its steps to a value are coarse."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Records:
     """All runs of a directory. The runs of each label of one axis are compared with the runs labeled `baseline`.
 
-    A panel without runs of the baseline has no differences.
+    A panel without runs of the baseline has no differences. Two records are equal only if they are the same object, so
+    that `compare` can cache its panels.
 
     name: name of the study or directory.
     description: question of the study.
@@ -443,7 +436,7 @@ class Records:
         that diverged are not counted, because they may have few evaluations only for having ended early.
         """
         complete = [run for run in self.runs if run.status(self.metric) == "complete"]
-        few = [run for run in complete if len(run.curve(self.metric)[0]) < FEW_EVALUATIONS]
+        few = [run for run in complete if len(run.evaluations(self.metric)) < FEW_EVALUATIONS]
         if not few:
             return ""
         return (
@@ -461,6 +454,14 @@ class Records:
 
     def _searches(self, labels: Mapping[str, str]) -> Iterator[TunedCell]:
         return (one for one in self.tuned if one.cell == cell_name(labels))
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], K]) -> dict[K, list[Item]]:
+    """Return the items by key. Keys and items keep their order."""
+    found: dict[K, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def is_rate(axis: str, labels: Iterable[str]) -> bool:
@@ -590,11 +591,14 @@ def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:
 
 
 def _tuned(cell: str, found: Mapping[str, Any]) -> TunedCell:
-    tried = sorted((Tried(**one) for one in found["tried"]), key=lambda one: list(map(_order, one.values.values())))
+    tried = sorted(
+        (Tried(**one) for one in found["tried"]), key=lambda one: list(map(value_order, one.values.values()))
+    )
     return TunedCell(cell, found["values"], found["edges"], tuple(tried), found["rule"])
 
 
-def _order(value: object) -> tuple[bool, float, str]:
+def value_order(value: object) -> tuple[bool, float, str]:
+    """Return a key that sorts values of a hyperparameter: numbers by size, then all other values by their text."""
     return (False, float(value), str(value)) if isinstance(value, (int, float)) else (True, 0.0, str(value))
 
 
@@ -657,11 +661,8 @@ def _kept_apart(runs: Iterable[Run], directory: Path) -> tuple[Run, ...]:
 
     These runs differ in configuration or provenance, or have the same seed.
     """
-    cells: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     all_runs = list(runs)
-    for run in all_runs:
-        if run.environment:
-            cells.setdefault(tuple(run.labels.items()), []).append(run)
+    cells = grouped((run for run in all_runs if run.environment), lambda run: tuple(run.labels.items()))
     found = dict[Path, str]()
     for cell in cells.values():
         made = [

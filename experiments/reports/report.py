@@ -156,17 +156,6 @@ def _diagram(axes: Axes, curves: Sequence[Curve], title: str, logarithmic: bool)
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
 
 
-def beside_curves(panel: ComparisonPanel, width: float = Look.width) -> Iterator[tuple[str, str, Figure]]:
-    """Yield (short name, caption, figure) of each figure of a panel except its curves. `width`: in inches."""
-    apart = difference_dots(panel, width)
-    if apart is not None:
-        yield "differences", "Differences from the baseline over paired seeds, with 95 % intervals", apart
-    inside = internals(panel, width)
-    if inside is not None:
-        caption = "Inside the optimizer: medians over parameters, stages and seeds, bands from quartile to quartile"
-        yield "internals", caption, inside
-
-
 if TYPE_CHECKING:
     from pandas import DataFrame
 
@@ -225,7 +214,8 @@ class Report:
 
     def figures(self) -> dict[str, Figure]:
         """Return all figures by name, as figures of matplotlib; `figure.axes` has their axes."""
-        found = {name: figure for name, _, figure in self._of_grids()}
+        final, tuning = self._of_grids()
+        found = {name: figure for name, _, figure in (*final, *tuning)}
         for panel in self.panels:
             found |= {_file(self.records, panel.title, name): figure for name, _, figure in self._of_panel(panel)}
         return found
@@ -259,8 +249,7 @@ class Report:
 
     def page(self) -> str:
         """Return the page as text. All labels, paths and messages are escaped."""
-        records, grids = self.records, self._of_grids()
-        panels = compare(records)
+        records, (final, tuning) = self.records, self._of_grids()
         return (
             templates()
             .get_template("report.html.jinja")
@@ -276,8 +265,8 @@ class Report:
                     )
                     for index, panel in enumerate(self.panels)
                 ],
-                sweeps=_drawn([one for one in grids if not one[1].startswith("Tuning")], "sweep"),
-                tuning=_drawn([one for one in grids if one[1].startswith("Tuning")], "tuning"),
+                sweeps=_drawn(final, "sweep"),
+                tuning=_drawn(tuning, "tuning"),
                 swept=swept(records).compare,
                 grid=grid_of(records),
                 marks=marks,
@@ -286,7 +275,7 @@ class Report:
                 status=Counter(run.status(records.metric) for run in records.runs),
                 failures=[(run, run.status(records.metric)) for run in records.runs if _failed(run, records)],
                 tuned=tuned_table(records.tuned),
-                recipe_diff=diff_recipes({panel.title: panel.configs for panel in panels}),
+                recipe_diff=diff_recipes({panel.title: panel.configs for panel in compare(records)}),
                 environments=_environments(records.runs),
                 critical=_critical(records),
                 bootstrap_pairs=BOOTSTRAP_PAIRS,
@@ -294,24 +283,25 @@ class Report:
             )
         )
 
-    def _of_grids(self) -> list[Drawing]:
-        """Return figures of the metric against a hyperparameter.
+    def _of_grids(self) -> tuple[list[Drawing], list[Drawing]]:
+        """Return two lists of figures of the metric against a hyperparameter.
 
-        They show the final metrics of the runs if the labels of an axis are numbers, such as learning rates (see
-        `sweeps`), and the mean metrics that a search of the study found for each tuned field (see `tuning_curves`).
+        The first list shows the final metrics of the runs if the labels of an axis are numbers, such as learning rates
+        (see `sweeps`). The second list shows the mean metrics that a search of the study found for each tuned field
+        (see `tuning_curves`).
         """
         records, along = self.records, swept(self.records)
         metric, look = records.metric.title, Look(self.width)
-        found = []
+        final, tuning = list[Drawing](), list[Drawing]()
         for title, curves in sweeps(along).items():
             drawn = figures.draw_curves(curves, axis_name(along.compare), f"final {metric}", swept=True, look=look)
             name = _file(records, title, f"final {metric} against {along.compare}")
-            found.append((name, f"Final {metric} against {axis_name(along.compare)}: {title}", drawn))
+            final.append((name, f"Final {metric} against {axis_name(along.compare)}: {title}", drawn))
         for (path, title), curves in tuning_curves(records).items():
             drawn = figures.draw_curves(curves, axis_name(path), f"mean {metric}", swept=True, look=look)
             what = f"tuning, mean {metric} against {axis_name(path)}"
-            found.append((_file(records, title, what), f"{what.capitalize()}: {title}", drawn))
-        return found
+            tuning.append((_file(records, title, what), f"{what.capitalize()}: {title}", drawn))
+        return final, tuning
 
     def _of_panel(self, panel: ComparisonPanel) -> list[Drawing]:
         """Return all figures of a panel.
@@ -329,7 +319,13 @@ class Report:
                 caption = f"{metric.title} against {ABSCISSAS[along]}"
                 caption += busy_sign(panel) if along == "seconds" else ""
                 found.append((name, caption[0].upper() + caption[1:], self._figure(panel, along, metric)))
-        return [*found, *beside_curves(panel, self.width)]
+        apart, inside = difference_dots(panel, self.width), internals(panel, self.width)
+        if apart is not None:
+            found.append(("differences", "Differences from the baseline over paired seeds, with 95 % intervals", apart))
+        if inside is not None:
+            caption = "Inside the optimizer: medians over parameters, stages and seeds, bands from quartile to quartile"
+            found.append(("internals", caption, inside))
+        return found
 
     def _figure(self, panel: ComparisonPanel, along: Abscissa, metric: Metric) -> Figure:
         curves = [curve for row in panel.rows if (curve := row.curve(along, metric)) is not None]

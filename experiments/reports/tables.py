@@ -14,7 +14,7 @@ from eigengraft.errors import RecipeError, counted
 from ..files import replacing, write_text
 from .comparison import ComparisonPanel, ComparisonRow, all_panels, compare, leaders
 from .number_format import number_format
-from .records import RESULT_NUMBERS, Records, Run, TunedCell, learning_rate, read_records
+from .records import RESULT_NUMBERS, Abscissa, Records, Run, TunedCell, learning_rate, read_records
 from .seed_statistics import Summary, Target
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
         yield "One seed allows no test of this difference."
     if best is base:
         return
-    steps = [step for step in best.reached(0).values() if step is not None]
+    steps = [step for step in best.reached().values() if step is not None]
     if steps and len(steps) == len(best.runs):
-        last, mean = max(base.runs[0].curve(panel.metric)[0]), sum(steps) / len(steps)
-        bounds = len(best.at_first_evaluation(0))
+        last, mean = max(base.runs[0].evaluations(panel.metric)), sum(steps) / len(steps)
+        bounds = len(best.at_first_evaluation())
         when = f"after {'at most ' if bounds else ''}{mean:.0f} of {last} steps"
         if bounds == len(steps):
             when = f"by its first evaluation, step {mean:.0f} or earlier"
@@ -151,21 +151,21 @@ def format_best(row: ComparisonRow, form: str) -> tuple[str, str]:
     return (_NONE, "") if best is None else (format_summary(best[0], form), f"at step {best[1]:.0f}")
 
 
-def format_reached(row: ComparisonRow, axis: int) -> tuple[str, str]:
-    """Return two texts: the mean step, or time, at which seeds reach the baseline's final value, and how many reach it.
+def format_reached(row: ComparisonRow, along: Abscissa) -> tuple[str, str]:
+    """Return two texts: the mean step or second at which seeds reach the baseline's final value, and how many reach it.
 
     The first text begins with "≤" if a seed reaches the value by its first evaluation. The second text is empty if all
     seeds reach the value.
-
-    axis: 0 for steps, 1 for seconds of time.
     """
-    found = row.reached(axis)
+    found = row.reached(along)
     hits = [value for value in found.values() if value is not None]
     if not hits:
         return ("never" if found else _NONE), ""
     mean = sum(hits) / len(hits)
-    bound = "\u2264 " if row.at_first_evaluation(axis) else ""
-    return f"{bound}{mean:.{axis}f}", "" if len(hits) == len(found) else f"{len(hits)} of {len(found)} seeds"
+    bound = "\u2264 " if row.at_first_evaluation(along) else ""
+    return f"{bound}{mean:{'.0f' if along == 'steps' else '.1f'}}", "" if len(hits) == len(
+        found
+    ) else f"{len(hits)} of {len(found)} seeds"
 
 
 _WORST = {
@@ -408,8 +408,8 @@ def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
     columns.append(("seeds", lambda row: (_seeds(row),)))
     if base is not None and not base.rises:
         goal = f"{base.title}\u2019s final value"
-        columns.append((f"steps to {goal}", lambda row: format_reached(row, 0)))
-        columns.append((f"seconds to {goal}{sign}", lambda row: format_reached(row, 1)))
+        columns.append((f"steps to {goal}", lambda row: format_reached(row, "steps")))
+        columns.append((f"seconds to {goal}{sign}", lambda row: format_reached(row, "seconds")))
     if target is not None:
         columns.append((f"steps to {panel.metric.title} {target.value:g}", lambda row: _to_target(row, target)))
     if records.equal == "seconds":

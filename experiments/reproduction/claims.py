@@ -227,10 +227,10 @@ def read_results(path: Path, study: Study) -> StudyResults:
 def _row(run: Run, edge: str) -> dict[str, Any]:
     if not run.result:
         raise ValueError(f"reproduce: the run in '{run.directory}' is not finished; give the same command again")
-    steps, _, losses = run.curve(METRICS["val_loss"])
+    losses = run.evaluations(METRICS["val_loss"])
     rate = {"lr": learning_rate(run.config), **({"edge": edge} if edge else {})}
     numbers = {key: _short(run.result.get(key)) for key in RESULT_NUMBERS}
-    data, curve = run.data[1][:16], [steps, list(map(_short, losses))]
+    data, curve = run.data[1][:16], [list(losses), list(map(_short, losses.values()))]
     return {"labels": run.labels, "seed": run.seed, **rate, **numbers, "data": data, "curve": curve}
 
 

@@ -324,8 +324,7 @@ class _CellSearch:
             scores.append(self.metric.sign * run.final(self.metric))
             seconds += run.result["seconds"]
             stopped += [run.result["steps"]] if _was_stopped(planned.experiment, run, self.metric) else []
-            steps, _, losses = run.curve(self.metric)
-            curves[planned.seed] = {k: self.metric.sign * v for k, v in zip(steps, losses, strict=True)}
+            curves[planned.seed] = {k: self.metric.sign * v for k, v in run.evaluations(self.metric).items()}
         return Trial(values, sum(scores) / len(scores), min(stopped, default=None), seconds, curves)
 
 

@@ -16,7 +16,7 @@ from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError, import_optional
 
 from ..files import LABEL
-from ..reports.records import Metric, Tried, TunedCell
+from ..reports.records import Metric, Tried, TunedCell, value_order
 from ..training.callbacks import Limits
 from ..training.experiment import Experiment
 
@@ -127,11 +127,9 @@ def best_trial(trials: Sequence[Trial]) -> Trial:
     Of trials with equal scores, such as diverged trials, the trial with the smallest hyperparameters is returned.
     """
     whole = [trial for trial in trials if trial.stopped is None]
-    return min(whole or trials, key=lambda trial: (trial.score, [_order(value) for value in trial.values.values()]))
-
-
-def _order(value: object) -> tuple[float, str]:
-    return (float(value), "") if isinstance(value, (int, float)) else (math.inf, str(value))
+    return min(
+        whole or trials, key=lambda trial: (trial.score, [value_order(value) for value in trial.values.values()])
+    )
 
 
 def trial_name(values: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ def collect(records: Records) -> list[Row]:
     [panel] = compare(records)
     rows = []
     for own in panel.rows:
-        reached = own.reached(0)
+        reached = own.reached("steps")
         for run in own.runs:
             if not run.result and not run.directory.with_suffix(".error.txt").exists():
                 raise ValueError(f"finished runs are required, {run.directory} is not one")

@@ -239,7 +239,7 @@ def test_runs_of_several_tasks_are_never_subtracted(tmp_path, study):
     write_study(tmp_path, [(method, 0, fields) for method, fields in runs.items()])
     if study:
         (panel,) = compare(read_records(tmp_path))
-        assert panel.best is None and panel.rows[1].difference is None and panel.rows[1].reached(0) == {}
+        assert panel.best is None and panel.rows[1].difference is None and panel.rows[1].reached("steps") == {}
     else:  # runs that belong to no study: a panel for each task
         (tmp_path / "study.json").unlink()
         panels = compare(read_records(tmp_path))

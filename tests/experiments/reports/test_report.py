@@ -130,9 +130,9 @@ def test_comparison_by_hand(study):
     # seed 0: 0.8 - 2 = -1.2; seed 1: 1 - 2.5 = -1.5; mean -1.35, spread 0.3 / sqrt(2), t = -1.35 * 2 / 0.3
     assert (soap.difference.mean, soap.difference.t) == (pytest.approx(-1.35), pytest.approx(-9.0))
     # seed 0 falls from 3 to 1 between steps 10 and 20 and passes 2 at 15; seed 1 passes 2.5 at 15 as well
-    assert soap.reached(0) == {0: pytest.approx(15), 1: pytest.approx(15)}
-    assert soap.reached(1) == {0: pytest.approx(0.15), 1: pytest.approx(0.15)}
-    assert adamw.reached(0) == {0: 30, 1: 30}
+    assert soap.reached("steps") == {0: pytest.approx(15), 1: pytest.approx(15)}
+    assert soap.reached("seconds") == {0: pytest.approx(0.15), 1: pytest.approx(0.15)}
+    assert adamw.reached("steps") == {0: 30, 1: 30}
     curve = soap.curve("steps")
     assert (curve.x, curve.mean) == ([10, 20, 30], pytest.approx([3.0, 1.5, 0.9]))
     assert (curve.low, curve.high) == ([3.0, 1.0, 0.8], [3.0, 2.0, 1.0])
@@ -208,11 +208,11 @@ def test_a_value_reached_by_the_first_evaluation_is_a_bound(tmp_path):
     records = read_records(tmp_path)
     (panel,) = compare(records)
     adamw, soap = panel.rows
-    assert (adamw.at_first_evaluation(0), soap.at_first_evaluation(0)) == (set(), {0, 1})
+    assert (adamw.at_first_evaluation("steps"), soap.at_first_evaluation("steps")) == (set(), {0, 1})
     assert "soap reaches adamw's final value by its first evaluation, step 15 or earlier." in list(
         sentences(panel, records)
     )
-    assert format_reached(soap, 0) == ("\u2264 15", "") and format_reached(adamw, 0) == ("20", "")
+    assert format_reached(soap, "steps") == ("\u2264 15", "") and format_reached(adamw, "steps") == ("20", "")
     write_run(tmp_path / "method=soap" / "seed-2", SOAP, [4.0, 2.0], seed=2)
     write_run(tmp_path / "method=adamw" / "seed-2", ADAM, [4.0, 3.0], seed=2)
     manifest = json.loads((tmp_path / "study.json").read_text())
@@ -236,8 +236,8 @@ def test_a_value_reached_at_second_0_is_no_bound(tmp_path):
                 log.row(second + 1, value, val_loss=value, seconds=second)
     (panel,) = Report(tmp_path, baseline="adamw").panels
     soap = panel.rows[1]
-    assert (soap.reached(0), soap.reached(1)) == ({0: 1}, {0: 0})
-    assert (soap.at_first_evaluation(0), soap.at_first_evaluation(1)) == ({0}, set())
+    assert (soap.reached("steps"), soap.reached("seconds")) == ({0: 1}, {0: 0})
+    assert (soap.at_first_evaluation("steps"), soap.at_first_evaluation("seconds")) == ({0}, set())
 
 
 def test_a_metric_that_rose_again_is_named_with_its_best_evaluation(tmp_path):
@@ -247,7 +247,7 @@ def test_a_metric_that_rose_again_is_named_with_its_best_evaluation(tmp_path):
     (panel,) = compare(read_records(tmp_path))
     adamw, soap = panel.rows
     assert adamw.rises == dict.fromkeys((0, 1), (20, 0.5, 1.75)) and panel.risen == [adamw]
-    assert adamw.reached(0) == soap.reached(0) == soap.reached(1) == {}
+    assert adamw.reached("steps") == soap.reached("steps") == soap.reached("seconds") == {}
     text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
     assert "Lowest best evaluation: adamw, 0.500 ± 0.000 at step 20." in text
     assert "as in overfitting or an unstable run: adamw (2 of 2 runs)." in text
@@ -522,7 +522,7 @@ def test_diverged_runs_are_shown_as_such(tmp_path):
     (panel,) = compare(read_records(tmp_path))
     soap = panel.rows[1]
     assert (soap.diverged, soap.difference, panel.best.label) == (1, None, "adamw")
-    assert soap.reached(0) == {0: None}
+    assert soap.reached("steps") == {0: None}
     text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
     assert "1 of 1 diverged" in text and "never" in text
 
@@ -540,7 +540,7 @@ def test_a_larger_accuracy_is_better(tmp_path):
         (run / "result.json").write_text(json.dumps({"val_accuracy": values[-1]}))
     (panel,) = compare(read_records(tmp_path))
     assert panel.best.label == "soap"
-    assert panel.rows[1].reached(0) == {0: pytest.approx(2.5)}  # 0.5 to 0.9 passes 0.6 after a quarter
+    assert panel.rows[1].reached("steps") == {0: pytest.approx(2.5)}  # 0.5 to 0.9 passes 0.6 after a quarter
     assert "Highest final validation accuracy: soap, 0.900." in Report(tmp_path).write().read_text(encoding="utf-8")
 
 

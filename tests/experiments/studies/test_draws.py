@@ -143,8 +143,7 @@ def test_a_search_with_halving_stops_runs_and_takes_none_of_them(tmp_path):
             train(run.experiment, tmp_path / run.directory)
     found = plan_tuning(one, tmp_path)[1]["method=adam"]
     places = (tmp_path / "tuning" / "method=adam" / trial_name(trial.values) / "seed-7" for trial in found.tried)
-    read = (Run({}, 7, place).curve(LOSS) for place in places)
-    curves = [dict(zip(steps, losses, strict=True)) for steps, _, losses in read]
+    curves = [Run({}, 7, place).evaluations(LOSS) for place in places]
     for k, trial in enumerate(found.tried):
         # the rule with 2: at step 3 as good as the best of n + 1 over 2, rounded down and at least 1
         others = sorted(curve[3] for curve in curves[:k])
