@@ -17,6 +17,7 @@ from eigengraft.preconditioners import RootSolver
 from eigengraft.preconditioners.algebra.exponents import Rational
 from eigengraft.quantization import Quantizer
 
+from ..reports.records import grouped
 from . import view
 from .bench import Column, PositiveInts, Problem
 from .bench import label as label_of
@@ -211,8 +212,8 @@ class BudgetBench(DampedBench):
         """Return a line for each choice (solver, interval and storage) with its layers, a line about the total cost,
         and a line about the worst layer.
         """
-        layers = view.groups(view.measured_rows(rows), lambda row: row["layer"])
-        chosen = {layer: self.choice(own) for layer, own in layers}
+        layers = grouped(view.measured_rows(rows), lambda row: row["layer"])
+        chosen = {layer: self.choice(own) for layer, own in layers.items()}
         kinds: dict[str, list[str]] = {}
         for layer, best in chosen.items():
             text = f"no choice is at most {self.bound:g}"
@@ -220,7 +221,7 @@ class BudgetBench(DampedBench):
                 text = f"{best['candidate']}, every {best['interval']}, {best['storage']}"
             kinds.setdefault(text, []).append(layer)
         lines = [f"{text}: {', '.join(own)}" for text, own in kinds.items()]
-        exact = {layer: min(own, key=lambda row: row["error"]) for layer, own in layers}
+        exact = {layer: min(own, key=lambda row: row["error"]) for layer, own in layers.items()}
         found = {layer: best for layer, best in chosen.items() if best is not None}
         if found:
             times, sizes = (
@@ -265,7 +266,7 @@ def _front(cost: str) -> view.LinePoints:
     def points(rows: BenchRows) -> list[tuple[float, float]]:
         found: list[tuple[float, float]] = []
         least = view.reduction("error", "min")
-        worst = max((own for _, own in view.groups(rows, lambda row: row["layer"])), key=least)
+        worst = max(grouped(rows, lambda row: row["layer"]).values(), key=least)
         for row in sorted(worst, key=lambda row: (row[cost], row["error"])):
             if not found or row["error"] < found[-1][1]:
                 found.append((row[cost], row["error"]))

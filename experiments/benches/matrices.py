@@ -26,11 +26,12 @@ from eigengraft.optimizers import load_recipe
 from eigengraft.preconditioners import chain_slots
 from eigengraft.slots import StateKey
 
+from ..reports.records import grouped
 from ..training.experiment import load_experiment
 from ..training.rundir import CHECKPOINT, RunDirectory
 from ..training.train import isolated_run
 from .bench import Bench, Declaration, Listed, PositiveInts, label
-from .view import Panel, Recommendation, Row, groups, measured_rows, xy
+from .view import Panel, Recommendation, Row, measured_rows, xy
 
 FILE = Path(__file__).with_name("recorded.npz")
 """File of the recorded factors. `record_factors.py` writes it."""
@@ -420,8 +421,8 @@ class OwnMatrices(Bench, ABC):
             return []
         layers: list[tuple[float, str]] = []
         kept = [row for row in measured_rows(rows) if first.keep(row)]
-        for layer, own in groups(kept, lambda row: str(row[self.layer_field])):
-            layers.append((min(first.error(some) for _, some in groups(own, lambda row: row["candidate"])), layer))
+        for layer, own in grouped(kept, lambda row: str(row[self.layer_field])).items():
+            layers.append((min(map(first.error, grouped(own, lambda row: row["candidate"]).values())), layer))
         value, name = max(layers, default=(0.0, ""))
         return [f"worst layer: {name}, {first.error_name} {value:.2g} by its most accurate candidate"] if name else []
 

@@ -26,12 +26,12 @@ from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.optimizers import Optimizer
 from eigengraft.optimizers.plan.plan import plan
 
+from ..reports.records import grouped
 from ..track.cost import Card
 from .bench import Bench, Column, Listed, PositiveInts, Problem, first_line, listed
 from .step_times import (
     CLOCKS,
     Contender,
-    Rounds,
     held_bytes,
     kernels,
     measured_card,
@@ -48,7 +48,6 @@ from .view import (
     Table,
     cell,
     finite,
-    groups,
     measured_rows,
     milli,
     reduction,
@@ -374,7 +373,7 @@ class StepBench(Bench):
 
         found = []
         for name in self.sets:
-            for maths, cases in self._by_maths().items():
+            for maths, cases in grouped(self.candidates, lambda case: case.kind_of_maths()).items():
                 for interval in self.intervals if any(case.refreshes for case in cases) else (1,):
                     shapes = shape_set(name)
                     fields = {
@@ -382,12 +381,6 @@ class StepBench(Bench):
                         "threads": self.threads, "numbers": sum(map(math.prod, shapes)),
                     }  # fmt: skip
                     found.append(Problem(fields, partial(lambda *given: (*given, card()), shapes, cases)))
-        return found
-
-    def _by_maths(self) -> dict[str, list[StepCase]]:
-        found: dict[str, list[StepCase]] = {}
-        for case in self.candidates:
-            found.setdefault(case.kind_of_maths(), []).append(case)
         return found
 
     def label(self, candidate: StepCase) -> str:
@@ -405,19 +398,19 @@ class StepBench(Bench):
             rows[case.label()] = self.row(case, problem.fields)
             try:
                 contender = self._contender(case, shapes, interval)
-                take_turns([contender], gradients, Rounds(0, 2))
+                take_turns([contender], gradients, warm=0, steps=2)
                 ready.append((case, contender))
             except Exception as error:  # the class of another library may raise any error
                 rows[case.label()]["problem"] = first_line(error)
-        rounds = Rounds(self.warm, max(10, self.periods * interval), CLOCKS[self.clock])
-        times = take_turns([contender for _, contender in ready], gradients, rounds)
+        rounds = {"warm": self.warm, "steps": max(10, self.periods * interval)}
+        times = take_turns([one for _, one in ready], gradients, **rounds, clock=CLOCKS[self.clock])
         for (case, contender), own in zip(ready, times, strict=True):
             optimizer, peak = contender.optimizer, peak_bytes(contender, gradients[0])
             totals, launched = [step.total for step in own], kernels(contender, gradients[0])
             spent = step_times(totals, interval)
             counted = counted_ms(optimizer, card) if isinstance(optimizer, Optimizer) else None
             rows[case.label()] |= {
-                **spent._asdict(),
+                **spent,
                 "state": held_bytes(optimizer) / problem.fields["numbers"],
                 "peak": None if peak is None else peak / problem.fields["numbers"],
                 "host": median(step.host for step in own),
@@ -425,7 +418,7 @@ class StepBench(Bench):
                 "kernels": None if launched is None else launched.kernels,
                 "build": contender.build,
                 "counted": counted,
-                "times_counted": spent.amortized / counted if counted else None,
+                "times_counted": spent["amortized"] / counted if counted else None,
                 "steps_ms": totals,
             }
         others = [rows[case.label()]["amortized"] for case, _ in ready if case.is_reference]
@@ -499,9 +492,9 @@ def slopes(rows: BenchRows) -> list[tuple[str, str, float]]:
     """
     found = []
     varied = [row for row in measured_rows(rows) if ":" in row["set"]]
-    for (name, dimension, _), own in groups(
+    for (name, dimension, _), own in grouped(
         varied, lambda row: (row["candidate"], row["set"].partition("=")[0], row["interval"])
-    ):
+    ).items():
         if len({row["numbers"] for row in own}) > 1:
             value = slope([row["numbers"] for row in own], [row["amortized"] for row in own])
             found.append((name, dimension, value))

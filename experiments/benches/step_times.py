@@ -41,19 +41,6 @@ CLOCKS: Mapping[str, Callable[[], float]] = {
 """Clocks in seconds, by name: the time of day, and the processor time of the process or of the calling thread."""
 
 
-class Rounds(NamedTuple):
-    """Numbers of rounds, in each of which every contender takes one step.
-
-    warm: first rounds, which are not measured.
-    steps: rounds that are measured.
-    clock: clock in seconds.
-    """
-
-    warm: int
-    steps: int
-    clock: Callable[[], float] = time.perf_counter
-
-
 class StepTime(NamedTuple):
     """Milliseconds of one step.
 
@@ -68,32 +55,30 @@ class StepTime(NamedTuple):
     device: float | None
 
 
-class StepTimes(NamedTuple):
-    """Milliseconds of the steps of an interval. The columns of `StepBench` describe the fields."""
-
-    steady: float
-    refresh: float
-    amortized: float
-    median: float
-    largest: float
-
-
 def take_turns(
-    contenders: Sequence[Contender], gradients: Sequence[Sequence[Tensor]], rounds: Rounds
+    contenders: Sequence[Contender],
+    gradients: Sequence[Sequence[Tensor]],
+    *,
+    warm: int,
+    steps: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[StepTime]]:
     """Let the contenders take one step each in every round. Return the times of the measured steps of each contender.
 
     gradients: several sets of gradients of all parameters, which the rounds use in turn.
+    warm: number of first rounds, which are not measured.
+    steps: number of rounds that are measured.
+    clock: clock in seconds.
     """
     times: list[list[StepTime]] = [[] for _ in contenders]
     _free_activations()
     gc.collect()
     gc.disable()
     try:
-        for turn in range(rounds.warm + rounds.steps):
+        for turn in range(warm + steps):
             for own, contender in zip(times, contenders, strict=True):
-                spent = one_step(contender, gradients[turn % len(gradients)], rounds.clock)
-                if turn >= rounds.warm:
+                spent = one_step(contender, gradients[turn % len(gradients)], clock)
+                if turn >= warm:
                     own.append(spent)
     finally:
         gc.enable()
@@ -155,12 +140,15 @@ def _on_cuda(tensors: Sequence[Tensor]) -> bool:
     return bool(tensors) and tensors[0].is_cuda
 
 
-def step_times(times: Sequence[float], interval: int) -> StepTimes:
-    """Return the times of one interval. The time of each of its steps is the median over the measured intervals."""
+def step_times(times: Sequence[float], interval: int) -> dict[str, float]:
+    """Return the times of one interval, by column of `StepBench`. The time of each of its steps is the median over the
+    measured intervals.
+    """
     places = [median(times[place::interval]) for place in range(min(interval, len(times)))]
     steady = quantiles(places, n=4)[0] if len(places) > 3 else min(places)
     refresh = sum(max(0.0, own - steady) for own in places)
-    return StepTimes(steady, refresh, mean(places), median(places), max(places))
+    own = {"amortized": mean(places), "median": median(places), "largest": max(places)}
+    return {"steady": steady, "refresh": refresh, **own}
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
+
+from ..reports.records import grouped
 
 Row = dict[str, Any]
 """One measurement. `Bench.row` describes the keys that every row has."""
@@ -21,7 +23,6 @@ Selection = Callable[[BenchRows], BenchRows]
 """Function from the rows of one line of a table to the rows of which a cell has the text."""
 How = Literal["median", "worst", "max", "min", "mean"]
 """Reduction of a column to one number. `reduction` describes them."""
-K = TypeVar("K", bound=Hashable)
 
 
 def number_of(row: Row, name: str) -> float:
@@ -146,14 +147,6 @@ class Recommendation:
     keep: Callable[[Row], bool] = bool
 
 
-def groups(rows: Iterable[Row], key: Callable[[Row], K]) -> list[tuple[K, list[Row]]]:
-    """Return rows grouped by equal keys, as (key, rows), in the order in which the keys first appear."""
-    found: dict[K, list[Row]] = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return list(found.items())
-
-
 def measured_rows(rows: Iterable[Row]) -> list[Row]:
     """Return the rows in which something was measured."""
     return [row for row in rows if not row["problem"]]
@@ -163,7 +156,7 @@ def lay_out(table: Table, rows: BenchRows) -> tuple[tuple[str, ...], list[tuple[
     """Return the headings and the lines of a table. If a row was not measured, a last column has the reasons."""
     headings, lines = (*table.by, *table.cells), []
     problems = any(row["problem"] for row in rows)
-    for key, own in groups(rows, lambda row: tuple(row.get(field) for field in table.by.values())):
+    for key, own in grouped(rows, lambda row: tuple(row.get(field) for field in table.by.values())).items():
         good, reasons = measured_rows(own), [row["problem"] for row in own if row["problem"]]
         cells = [text(good) if good else "" for text in table.cells.values()]
         lines.append((*map(str, key), *cells, *([reasons[0] if reasons else ""] if problems else [])))
@@ -177,9 +170,9 @@ def lines_of(panel: Panel, rows: BenchRows) -> tuple[str, list[Line]]:
         value = rows[0][field] if field in panel.same else max(row[field] for row in rows)
         rows = [row for row in rows if row[field] == value]
         fixed.append(f"{field} {value}")
-    candidates, found = groups(rows, lambda row: row["candidate"]), []
+    candidates, found = grouped(rows, lambda row: row["candidate"]), []
     for shift, (name, points) in enumerate(panel.lines.items()):
-        for style, (candidate, own) in enumerate(candidates):
+        for style, (candidate, own) in enumerate(candidates.items()):
             pairs = list(points(own))
             if pairs:
                 style_of_line = style + shift * len(candidates)
@@ -191,10 +184,10 @@ def recommend(recommendations: Iterable[Recommendation], rows: BenchRows) -> lis
     """Return the text of each recommendation, one line for each problem."""
     lines = []
     for one in recommendations:
-        for where, own in groups((row for row in measured_rows(rows) if one.keep(row)), one.where):
-            by_candidate = groups(own, lambda row: row["candidate"])
-            costs = {name: one.cost(some) for name, some in by_candidate}
-            errors = {name: one.error(some) if one.error else 0.0 for name, some in by_candidate}
+        for where, own in grouped((row for row in measured_rows(rows) if one.keep(row)), one.where).items():
+            by_candidate = grouped(own, lambda row: row["candidate"])
+            costs = {name: one.cost(some) for name, some in by_candidate.items()}
+            errors = {name: one.error(some) if one.error else 0.0 for name, some in by_candidate.items()}
             lines.append(f"{where}: {_choice(one, costs, errors)}")
     return lines
 
@@ -251,4 +244,4 @@ def xy(x: str, y: str) -> LinePoints:
 
 def per(field: Callable[[Row], Hashable], x: Reduced, y: Reduced) -> LinePoints:
     """Return a function that groups rows by the value of a field, and computes one point (x, y) from each group."""
-    return lambda rows: [(x(some), y(some)) for _, some in groups(rows, field)]
+    return lambda rows: [(x(some), y(some)) for some in grouped(rows, field).values()]

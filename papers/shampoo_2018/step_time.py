@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer
-from eigengraft.experiments.benches.step_times import Contender, Rounds, take_turns
+from eigengraft.experiments.benches.step_times import Contender, take_turns
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.study import load_study
 from eigengraft.experiments.training.experiment import Experiment
@@ -72,7 +72,7 @@ def measured(name: str) -> dict[str, Any]:
         own = copy.deepcopy(model)
         optimizer = Optimizer(own.named_parameters(), experiment.recipe, lr=1e-4)
         contenders.append(Contender(optimizer, list(own.parameters()), 0.0))
-    taken = take_turns(contenders, given, Rounds(INTERVALS[-1], ROUNDS, time.thread_time))
+    taken = take_turns(contenders, given, warm=INTERVALS[-1], steps=ROUNDS, clock=time.thread_time)
     times = [[step.total for step in own] for own in taken]
     updates = dict(zip(methods, map(step_of, methods, times), strict=True))
     return {"study": name, "gradient": gradient, "updates": updates}

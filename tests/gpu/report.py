@@ -40,7 +40,6 @@ from eigengraft.experiments.benches.bench import first_line
 from eigengraft.experiments.benches.step import StepCase
 from eigengraft.experiments.benches.step_times import (
     Contender,
-    Rounds,
     StepTime,
     give,
     kernels,
@@ -307,7 +306,7 @@ def _steps(case: StepCase, sizes: Sizes) -> Row:
     before = torch.cuda.memory_allocated()
     optimizer = case.build(named if case.recipe else parameters, INTERVAL)
     contender = Contender(optimizer, parameters, 0.0)
-    (times,) = take_turns([contender], gradients, Rounds(sizes.warm, sizes.steps))
+    (times,) = take_turns([contender], gradients, warm=sizes.warm, steps=sizes.steps)
     state = torch.cuda.memory_allocated() - before
     found = [kernels(contender, gradients[0]) for _ in range(3)]
     launched, busy = min(totals for totals in found if totals is not None)
