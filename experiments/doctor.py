@@ -28,7 +28,7 @@ from eigengraft.errors import RecipeError, counted, name_some, near_path
 from eigengraft.optimizers.recipe.routing import describe_model
 
 from .files import read_object
-from .reports.records import METRICS, Run, error_line, read_records
+from .reports.records import METRICS, TRAINING_LOSS, Metric, Run, error_line, grouped, read_records
 from .run_log import ends_lost, is_lost, rows_with
 from .tasks import Task
 from .tasks.base import loss_fault
@@ -116,10 +116,13 @@ class Explanation:
 
     usual: usual causes.
     remedy: things to do, in the order in which they are tried. Names in braces stand for texts that depend on the run.
+    symptom: True if such a fault may be a symptom of a faulty layer or of the initial weights. Layers and initial
+        weights are then checked too, and findings about them come first.
     """
 
     usual: str
     remedy: str
+    symptom: bool = False
 
 
 EXPLANATIONS: Mapping[FindingKind, Explanation] = {
@@ -143,6 +146,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     "learning rate": Explanation(
         "the learning rate is too high for this recipe, or rises too fast",
         "divide lr by {factor}{clip}",
+        symptom=True,
     ),
     "inputs": Explanation(
         "columns of the data have large or different units and were not normalized",
@@ -165,11 +169,13 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     "model": Explanation(
         "an operation of the model has no finite derivative at some input: a root or norm of 0, a log of 0",
         "add a small number inside the root, log or division of the layer",
+        symptom=True,
     ),
     "loss not finite": Explanation(
         "the learning rate is too high, the data have NaN or infinity, or an operation of the model overflows",
         "check the rows of the batch of this step with `torch.isfinite`; if they are finite, divide lr by 10, or clip "
         "gradients; in an imported log, leave missing values empty",
+        symptom=True,
     ),
     "error": Explanation(
         "the code of the task, the model, a callback or a stage raised the error, or the recipe does not fit the model",
@@ -190,6 +196,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         "the learning rate is far too low or too high, the run is too short, labels do not belong to inputs, or "
         "gradients are cut off",
         "choose lr so that an update has 1e-3 times the norm of the weights; train on one batch, and check its labels",
+        symptom=True,
     ),
     "overfitting": Explanation(
         "the model has learned the training rows by heart: it is large, or trains long, for so few rows",
@@ -267,35 +274,11 @@ class Diagnosis:
         return {**shown, "unfinished": self.unfinished}
 
 
-class Columns(NamedTuple):
-    """Sizes of the columns of inputs. The size of a column is its largest number, without the sign.
-
-    largest: the largest size.
-    usual: size of a usual column: a quarter of the columns are not larger.
-    name: name of the largest column; "" if inputs have one column only, or are no table.
-    """
-
-    largest: float
-    usual: float
-    name: str
-
-    @property
-    def unscaled(self) -> str:
-        """A sentence about inputs that are not normalized; empty if they are, or nearly."""
-        if self.largest <= UNSCALED * min(self.usual, 1.0):
-            return ""
-        text = f"inputs are not normalized: {self.name or 'they'} {'has' if self.name else 'have'} numbers up to "
-        text += f"{self.largest:.3g} in the first batch, and "
-        if self.largest > UNSCALED * self.usual:
-            return f"{text}a quarter of the columns at most {self.usual:.3g}"
-        return f"{text}numbers near 1 are usual"
-
-
 class FirstBatch(NamedTuple):
     """Numbers about the first batch of a run, computed with the initial weights of the model.
 
     loss: loss of the batch.
-    columns: sizes of the input columns; None: inputs are no floating-point numbers, or all are 0.
+    unscaled: a sentence about inputs that are not normalized; "" if they are, or nearly.
     classes: number of classes of the task; 0 if the task defines a loss of its own.
     constant: loss of a guess that is the same for each row: uniform among the classes, or else the mean of the targets;
         infinity if outputs do not have the shape of targets.
@@ -304,7 +287,7 @@ class FirstBatch(NamedTuple):
     """
 
     loss: float
-    columns: Columns | None
+    unscaled: str
     classes: int
     constant: float
     guess: float
@@ -405,17 +388,11 @@ class Record:
         return bool(self.run.environment) and "data" not in self.run.provenance
 
     @property
-    def ends_lost(self) -> bool:
-        """True if the last training or validation loss of an imported run is not finite."""
-        marked = any(self.lost_rows(column) for column in ("loss", "val_loss"))
-        return ends_lost(self.run.rows) if marked else self.fault is not None  # older logs removed other faults
-
-    @property
     def ended_by_fault(self) -> bool:
         """True if a recorded fault ended the run: the run has no result or, if it is imported, its last training or
         validation loss is not finite.
         """
-        return self.fault is not None and (self.ends_lost if self.imported else not self.run.result)
+        return self.fault is not None and (ends_lost(self.run.rows) if self.imported else not self.run.result)
 
     @property
     def unfinished(self) -> str:
@@ -436,36 +413,26 @@ class Record:
             advice = f"if it was stopped, `eigengraft train {self.run.directory}` continues it {where}"
         return f"{seen}, of {self.run.config.get('steps')} steps; the run was stopped or still trains; {advice}"
 
-    def lost_rows(self, column: str) -> list[Mapping[str, Any]]:
-        """Return the rows of an imported run in which the loss `column` is not finite."""
-        return [row for row in self.run.rows if is_lost(row, column)]
+    @property
+    def loss(self) -> Metric:
+        """The training loss. If no row has one, as in some imported runs, the validation loss."""
+        return TRAINING_LOSS if self.numbers("loss") else METRICS["val_loss"]
 
     @property
     def losses(self) -> list[float]:
-        """Training losses of all rows. If no row has one, as in some imported runs, the validation losses."""
-        return self.numbers("loss") or self.numbers("val_loss")
-
-    @property
-    def loss_name(self) -> str:
-        """Name of `losses` in the text of findings."""
-        return "training loss" if self.numbers("loss") else "validation loss"
+        """Losses of all rows that have one."""
+        return self.numbers(self.loss.key)
 
     @property
     def first_loss(self) -> float | None:
         """Loss of the first step if the result of the run has it, else the first of `losses`; None without losses."""
         first = self.run.result.get("first_loss")
-        return first if first is not None else next(iter(self.losses), None)
-
-    @property
-    def end_loss(self) -> float | None:
-        """Last of `losses`, which may be noisy in contrast to `last_loss`; None without rows."""
-        return self.losses[-1] if self.losses else None
+        return next(iter(self.losses), None) if first is None else first
 
     @property
     def last_loss(self) -> float | None:
         """Median loss over the last quarter of the rows; None without rows."""
-        quarters = self.quarters
-        return quarters[-1] if quarters else None
+        return next(reversed(self.quarters), None)
 
     @property
     def quarters(self) -> list[float]:
@@ -484,6 +451,29 @@ class Record:
         """
         peaks = list(self.run.layers.get("update_ratio_peak", {}).values())
         return max([*self.numbers("update_ratio"), *([median(peaks)] if peaks else [])], default=None)
+
+    def of_others(self, measure: str, name: str) -> float | None:
+        """Return the median, over all layers except `name`, of a measure at the end of the run. Return None if there
+        are no other layers.
+        """
+        others = [value for layer, value in self.run.layers.get(measure, {}).items() if layer != name]
+        return median(others) if others else None
+
+    @cached_property
+    def peak(self) -> tuple[str, float, float]:
+        """Three values: the layer with the largest ratio of an update to its weights, this ratio, and the median ratio
+        of the other layers. The layer is "" if none was measured. The median is NaN if there are no other layers.
+        """
+        peaks = self.run.layers.get("update_ratio_peak", {})
+        name = max(peaks, key=peaks.__getitem__, default="")
+        typical = self.of_others("update_ratio_peak", name)
+        return name, peaks.get(name, 0.0), math.nan if typical is None else typical
+
+    @property
+    def fastest(self) -> str:
+        """The layer with by far the largest ratio of an update to its weights; "" if no layer stands out."""
+        name, peak, typical = self.peak
+        return name if peak >= LARGE_STEP and peak >= EXPLODED * typical else ""
 
 
 def diagnose_all(directory: str | Path, with_task: bool = True) -> list[Diagnosis]:
@@ -532,16 +522,19 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
     found = [*_of_fault(record), *_of_end(record)]
     if not found and not record.run.rows and not record.run.result:
         notes.append("losses and layers, as the run has no row of metrics yet")
-    elif record.imported:
-        notes += _unlogged(record)
-    if not found or found[0].kind in _SYMPTOMS:
+    elif record.imported and not any(row.get("weight_growth_largest_layer") for row in record.run.rows):
+        notes.append(
+            "data, initial outputs, roots and layers, as the run was logged by another training loop, which records "
+            f"none of them; its losses were checked ({counted(len(record.run.rows), 'row')})"
+        )
+    if not found or EXPLANATIONS[found[0].kind].symptom:
         start = () if record.imported else _first_batch(record, notes, sick=bool(found))
         layers = [*_exploding(record, sick=bool(found))]
         own = any(_route(record, one.layer) for one in layers)  # the learning rate is too high only for this layer
         if layers and not found and not own and (large := _step_size(record)):
-            found = [Finding("learning rate", None, _fastest_layer(record), large.removeprefix("; "))]
-        first, then = (layers, found) if own or not _is_learning_rate(found) else (found, layers)
-        found = [*start, *_dead(record), *first, *then]
+            found = [Finding("learning rate", None, record.fastest, large.removeprefix("; "))]
+        first = [*found, *layers] if found and found[0].kind == "learning rate" and not own else [*layers, *found]
+        found = [*start, *_dead(record), *first]
     if not found:
         found += _generalization(record)
     if not any(one.kind == "failed root" for one in found):
@@ -566,27 +559,6 @@ def _advice(record: Record) -> Mapping[str, str]:
     }
 
 
-def _is_learning_rate(found: list[Finding]) -> bool:
-    """Return True if the first finding is the learning rate."""
-    return bool(found) and found[0].kind == "learning rate"
-
-
-_SYMPTOMS = ("learning rate", "stalled", "model", "loss not finite")
-"""Kinds of findings that may be symptoms of a faulty layer or of the initial weights.
-
-After a finding of this kind, layers and initial weights are checked too, and findings about them come first.
-"""
-
-
-def _unlogged(record: Record) -> Iterator[str]:
-    """Yield a note that names the checks for which the log of another training loop has no data."""
-    if not any(row.get("weight_growth_largest_layer") for row in record.run.rows):
-        yield (
-            "data, initial outputs, roots and layers, as the run was logged by another training loop, which records "
-            f"none of them; its losses were checked ({counted(len(record.run.rows), 'row')})"
-        )
-
-
 def _of_fault(record: Record) -> Iterator[Finding]:
     """Yield a finding about the recorded fault of the run, if there is one.
 
@@ -599,7 +571,7 @@ def _of_fault(record: Record) -> Iterator[Finding]:
     kind: FindingKind = fault.cause
     if record.imported:
         text = f"{fault.text}{_extent(record, fault)}"
-        if kind == "loss not finite" and record.ends_lost and (rise := _rise(record)):
+        if kind == "loss not finite" and ends_lost(record.run.rows) and (rise := _rise(record)):
             kind, text = "learning rate", f"{text}; before, {rise}"
         yield Finding(kind, fault.step, "", text)
         return
@@ -607,7 +579,7 @@ def _of_fault(record: Record) -> Iterator[Finding]:
     if kind == "model" and (record.largest_step or 0.0) >= LARGE_STEP:
         kind, text = "learning rate", f"the loss is finite, but the gradient of {layer} overflowed"
     if kind == "learning rate":
-        fastest = _fastest_layer(record)
+        fastest = record.fastest
         layer, text = layer or fastest, text + _step_size(record)
         text += "" if layer == fastest else _route(record, layer.partition(":")[0])
     yield Finding(kind, fault.step, layer, text)
@@ -616,8 +588,6 @@ def _of_fault(record: Record) -> Iterator[Finding]:
 def _extent(record: Record, fault: Fault) -> str:
     """Return a clause that says in how many rows of an imported run a loss is not finite, and if it is finite again.
 
-    Returns an empty text for logs of older versions, which did not mark rows with a loss that is not finite.
-
     fault: the first loss that is not finite. The clause is appended to the text of this fault, which names its step.
     """
     columns = {"loss": "training", "val_loss": "validation"}
@@ -625,7 +595,8 @@ def _extent(record: Record, fault: Fault) -> str:
         columns = dict(reversed(columns.items()))
     text = ""
     for number, (column, name) in enumerate(columns.items()):
-        lost, logged = record.lost_rows(column), rows_with(record.run.rows, column)
+        logged = rows_with(record.run.rows, column)
+        lost = [row for row in logged if is_lost(row, column)]
         if not lost:
             continue
         first, last = lost[0]["step"], lost[-1]["step"]
@@ -646,10 +617,8 @@ def _of_end(record: Record) -> Iterator[Finding]:
         yield Finding("error", None, "", error_line(record.run.error))
     elif record.run.result.get("diverged") or record.ended_by_fault:
         return
-    elif worse := _rise(record):
-        yield Finding("learning rate", None, _fastest_layer(record), f"{worse}{_step_size(record)}")
-    elif seen := "; ".join(filter(None, (_burst(record), _grown(record)))):
-        yield Finding("learning rate", None, _fastest_layer(record), f"{seen}{_step_size(record)}")
+    elif seen := _rise(record) or "; ".join(filter(None, (_burst(record), _grown(record)))):
+        yield Finding("learning rate", None, record.fastest, f"{seen}{_step_size(record)}")
     elif _is_stalled(record):
         yield _stalled(record)
 
@@ -665,10 +634,9 @@ def _burst(record: Record) -> str:
     noise = median(abs(after - before) for before, after in pairwise(late)) if len(late) > 1 else 0.0
     if not (len(high) > 1 or top >= BURST * first) or top - first < NOISE * noise:
         return ""
-    column = "loss" if record.numbers("loss") else "val_loss"
-    step = next(row["step"] for row in record.run.rows if row.get(column) == top)
+    step = next(row["step"] for row in record.run.rows if row.get(record.loss.key) == top)
     text = (
-        f"the {record.loss_name} rose from {first:.4g} to {top:.4g} (step {step}), {top / first:.3g} times its first "
+        f"the {record.loss.title} rose from {first:.4g} to {top:.4g} (step {step}), {top / first:.3g} times its first "
     )
     return f"{text}value, and was {losses[-1]:.4g} at the end"
 
@@ -694,15 +662,16 @@ def _grown(record: Record) -> str:
 
 def _rise(record: Record) -> str:
     """Return a sentence if the loss ended far above its first value or rose again by nearly its whole fall, else ""."""
-    first, end, usual = record.first_loss, record.end_loss, record.last_loss
-    if worse := worse_than_at_first(first, end, usual, record.loss_name):
+    first, usual, losses = record.first_loss, record.last_loss, record.losses
+    end = next(reversed(losses), None)
+    if worse := worse_than_at_first(first, end, usual, record.loss.title):
         return worse
-    if first is None or end is None or usual is None or len(record.losses) < 8:
+    if first is None or end is None or usual is None or len(losses) < 8:
         return ""
     best = min(record.quarters)
     if first - best < LEAST_RISEN * abs(first) or min(end, usual) - best < RISEN * (first - best):
         return ""
-    fell = f"the {record.loss_name} fell from {first:.4g} to {best:.4g} (median of a quarter of the rows)"
+    fell = f"the {record.loss.title} fell from {first:.4g} to {best:.4g} (median of a quarter of the rows)"
     return f"{fell} and rose again to {end:.4g} at the end"
 
 
@@ -712,8 +681,8 @@ def _step_size(record: Record) -> str:
     if largest < LARGE_STEP:
         return ""
     text = f"; an update had {largest:.2g} times the norm of the weights, and 1e-4 to 1e-2 are healthy"
-    if name := _fastest_layer(record):
-        peak, typical = record.run.layers["update_ratio_peak"][name], _of_others(record, "update_ratio_peak", name)
+    if name := record.fastest:
+        _, peak, typical = record.peak
         text += f"; the largest was that of {name}, {peak:.3g} times, against {typical:.3g} times (median) of the other"
         text += f" layers{_route(record, name)}"
     return text
@@ -734,16 +703,6 @@ def _excess(record: Record) -> float | None:
 def _power(ratio: float) -> float:
     """Return the power of ten that is nearest to a ratio."""
     return 10.0 ** round(math.log10(ratio))
-
-
-def _fastest_layer(record: Record) -> str:
-    """Return the layer with by far the largest ratio of an update to its weights. "" if no layer stands out."""
-    peaks: dict[str, float] = record.run.layers.get("update_ratio_peak", {})
-    name = max(peaks, key=peaks.__getitem__, default="")
-    typical, peak = _of_others(record, "update_ratio_peak", name), peaks.get(name, 0.0)
-    if typical is None or peak < max(LARGE_STEP, EXPLODED * typical):
-        return ""
-    return name
 
 
 def _route(record: Record, layer: str) -> str:
@@ -772,7 +731,7 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
     grown = [(_or_infinite(row["weight_growth_largest"]), row["weight_growth_largest_layer"], row) for row in rows]
     if grown:
         most, name, row = max(grown, key=lambda one: one[0])
-        others = _of_others(record, "weight_growth", name) or _or_infinite(row["weight_growth_smallest"])
+        others = record.of_others("weight_growth", name) or _or_infinite(row["weight_growth_smallest"])
         limit = EXPLODED * max(1.0, others) * (1 if sick else EXPLODED_ALONE)
         if (
             most >= limit and most * record.share(name) >= limit and others < EXPLODED
@@ -782,27 +741,11 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
             text += f", and those of the other layers to {others:.3g} times (median){_route(record, name)}"
             yield Finding("exploding layer", step, name, text)
             return
-    peaks = record.run.layers.get("update_ratio_peak", {})
-    name = max(peaks, key=peaks.__getitem__, default="")
-    typical, peak = _of_others(record, "update_ratio_peak", name), peaks.get(name, 0.0)
-    if (
-        sick
-        and peak >= EXPLODED
-        and typical is not None
-        and typical < HEALTHY_STEP
-        and peak * record.share(name) >= EXPLODED
-    ):
+    name, peak, typical = record.peak
+    if sick and typical < HEALTHY_STEP and peak >= EXPLODED and peak * record.share(name) >= EXPLODED:
         text = f"an update of {name} had {peak:.3g} times the norm of its weights"
         text += f", and of the other layers {typical:.3g} times (median){_route(record, name)}"
         yield Finding("exploding layer", None, name, text)
-
-
-def _of_others(record: Record, measure: str, name: str) -> float | None:
-    """Return the median, over all layers except `name`, of a measure at the end of the run. Return None if there are no
-    other layers.
-    """
-    others = [value for layer, value in record.run.layers.get(measure, {}).items() if layer != name]
-    return median(others) if others else None
 
 
 def _or_infinite(value: float | None) -> float:
@@ -841,9 +784,7 @@ def _dead_layers(parameters: list[str], dead: list[str]) -> tuple[str, str]:
     parameters: names of all parameters, in the order of the model.
     dead: names of the parameters without a gradient.
     """
-    layers: dict[str, list[str]] = {}
-    for name in parameters:
-        layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    layers = grouped(parameters, lambda name: name.rpartition(".")[0] or name)
     silent = [layer for layer, own in layers.items() if set(own) <= set(dead)]
     partly = [name for layer, own in layers.items() if layer not in silent for name in own if name in dead]
     stops = [layer for layer, after in pairwise(layers) if layer in silent and set(layers[after]) & set(partly)]
@@ -869,14 +810,14 @@ def _too_small(record: Record) -> float | None:
 
 def _stalled(record: Record) -> Finding:
     """Return the finding about a loss that does not fall. Its text says how large the updates were."""
-    text = f"the {record.loss_name} does not fall: {record.first_loss:.4g} at first, "
+    text = f"the {record.loss.title} does not fall: {record.first_loss:.4g} at first, "
     text += f"{record.last_loss:.4g} in the last quarter of the rows (median)"
     if (small := _too_small(record)) is not None:
         text += f"; updates had at most {small:.2g} times the norm of the weights, and 1e-4 to 1e-2 are healthy"
         by = f" by a factor of {_power(HEALTHY / 10 / small):g}" if small else ""
         return Finding("stalled", None, "", f"{text}, so that the learning rate is too low; raise lr{by}")
     if large := _step_size(record):
-        return Finding("learning rate", None, _fastest_layer(record), text + large)
+        return Finding("learning rate", None, record.fastest, text + large)
     largest = record.largest_step
     if largest is not None:
         text += f"; updates had at most {largest:.2g} times the norm of the weights"
@@ -898,9 +839,8 @@ def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Findi
         return
     if start.fault:
         yield Finding("loss", 1, "", start.fault)
-    unscaled = start.columns.unscaled if start.columns is not None else ""
-    if unscaled and (sick or start.is_large or _learned_poorly(record, start)):
-        yield Finding("inputs", 1, "", unscaled)
+    if start.unscaled and (sick or start.is_large or _learned_poorly(record, start)):
+        yield Finding("inputs", 1, "", start.unscaled)
     elif start.is_large:
         text = f"the loss before the first step is {start.loss:.3g}, and that of a uniform guess among {start.classes}"
         yield Finding("initialization", 1, "", f"{text} is {start.constant:.3g}")
@@ -922,7 +862,7 @@ def _start(experiment: Experiment, model: nn.Module) -> FirstBatch:
     constant = math.log(classes) if classes > 1 else _of_mean(task, outputs, targets)
     guess = task.reported(math.log(classes)) if classes > 1 else math.inf
     fault = loss_fault(task, outputs, targets)
-    return FirstBatch(loss, _columns(inputs, data.columns), classes, constant, guess, fault)
+    return FirstBatch(loss, _unscaled(inputs, data.columns), classes, constant, guess, fault)
 
 
 def _of_mean(task: Task, outputs: Tensor, targets: Tensor) -> float:
@@ -932,25 +872,31 @@ def _of_mean(task: Task, outputs: Tensor, targets: Tensor) -> float:
     return task.loss(targets.mean(0, keepdim=True).expand_as(outputs), targets).item()
 
 
-def _columns(inputs: Tensor, names: Sequence[str]) -> Columns | None:
-    """Return the largest absolute number of the columns of inputs, and that of a usual column.
+def _unscaled(inputs: Tensor, names: Sequence[str]) -> str:
+    """Return a sentence about inputs that are not normalized. Return "" if they are, or nearly.
+
+    The size of a column is its largest number, without the sign. The largest size is compared with a usual size: a
+    quarter of the columns are not larger.
 
     Columns of zeros, such as pixels at an edge, do not count. If inputs have other shapes than [B, columns], such as
-    those of images, all their numbers count as one column. Returns None if inputs are no floating-point numbers, or if
-    all are 0.
+    those of images, all their numbers count as one column.
 
     names: names of the columns; (): columns are numbered.
     """
     if not inputs.is_floating_point() or not inputs.numel():
-        return None
-    table = inputs if inputs.ndim == 2 else inputs.reshape(-1, 1)
-    sizes = table.abs().amax(0).float()
-    filled = sizes[sizes > 0]
+        return ""
+    sizes = (inputs if inputs.ndim == 2 else inputs.reshape(-1, 1)).abs().amax(0).float()
+    filled, index = sizes[sizes > 0], int(sizes.argmax())
     if not len(filled):
-        return None
-    index = int(sizes.argmax())
-    name = f"column {index}{f' ({names[index]})' if index < len(names) else ''}" if len(sizes) > 1 else ""
-    return Columns(float(sizes.max()), float(filled.quantile(0.25, interpolation="lower")), name)
+        return ""
+    largest, usual = float(sizes[index]), float(filled.quantile(0.25, interpolation="lower"))
+    if largest <= UNSCALED * min(usual, 1.0):
+        return ""
+    where = f"column {index}{f' ({names[index]})' if index < len(names) else ''} has" if len(sizes) > 1 else "they have"
+    text = f"inputs are not normalized: {where} numbers up to {largest:.3g} in the first batch, and "
+    return text + (
+        f"a quarter of the columns at most {usual:.3g}" if largest > UNSCALED * usual else "numbers near 1 are usual"
+    )
 
 
 def _learned_poorly(record: Record, start: FirstBatch) -> bool:
