@@ -18,7 +18,6 @@ from eigengraft.numerics import has_fast_bfloat16
 from eigengraft.preconditioners import Stages
 from eigengraft.preconditioners.base import walk_blocks
 from eigengraft.preconditioners.roots import ByDevice
-from eigengraft.quantization import choose
 from eigengraft.quantization.offload import available
 from eigengraft.slots import StateKey
 
@@ -362,15 +361,14 @@ class ComposedOptimizer(torch.optim.Optimizer):
         """
         found: dict[tuple[str, str, str, str], list[int]] = {}
         for own in self.stack_states():
-            for key, slot in own.slots():
-                coded, storage = own.encoded.get(str(key)), choose(own.storage, key, slot)
-                place = None if storage is None else available(storage.location, own.stack.device)
+            for key, stored in own.stored_slots().items():
+                slot, place = stored.slot, available(stored.location, own.stack.device)
                 location = "" if place is None else place.to
-                kind = str(getattr(coded.codec, "kind", "")) if coded is not None else ""
-                declared = len(own.stack.param_ids) * math.prod(slot.shape) * (slot.dtype or own.stack.dtype).itemsize
-                stored = sum(tensor.nbytes for tensor in own.stored(key))
+                kind = str(getattr(stored.codec, "kind", ""))
+                declared = len(own.stack.param_ids) * math.prod(slot.shape) * stored.dtype.itemsize
                 sizes = found.setdefault((str(key), slot.role, kind, location), [0, 0])
-                sizes[0], sizes[1] = sizes[0] + declared, sizes[1] + stored
+                sizes[0] += declared
+                sizes[1] += sum(tensor.nbytes for tensor in own.stored(key))
         for text, tensor in chain.from_iterable(own_state(state).items() for state in self.state.values()):
             if StateKey.parse(text).block is None:
                 sizes = found.setdefault((text, "count" if text == "step" else "iterate", "", ""), [0, 0])

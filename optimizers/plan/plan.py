@@ -27,9 +27,10 @@ from ..inspect.reporting import require_expected
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_named
-from ..stacks.assignment import Advice, advise, assign_owners, block_bytes, common_interval
+from ..stacks.assignment import Advice, advise, assign_owners, common_interval
 from ..stacks.placement import ParamPlacement, ParamSpec, place, refresh_phases
 from ..stacks.stack import divide
+from ..stacks.stored_slots import block_bytes
 from .traffic import Traffic, count_owned, step_traffic
 
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]

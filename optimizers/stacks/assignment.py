@@ -6,11 +6,10 @@ Owners follow from the costs that stages declare. `distributed/balance.py` divid
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -28,11 +27,11 @@ from eigengraft.distributed.rank_group import RankGroup, mesh_group
 from eigengraft.errors import warn_user
 from eigengraft.numerics import compute_dtype, fake_mode, is_dtensor
 from eigengraft.preconditioners.cadence import Cadence
-from eigengraft.quantization import Quantizer, choose
+from eigengraft.quantization import Quantizer
 
 from ..param_groups import flat_piece
 from ..recipe.loading import load_recipe
-from ..recipe.recipe import Recipe, Route, slot_keys
+from ..recipe.recipe import Recipe, Route
 from ..recipe.routing import ParamInfo
 from .placement import (
     ParamKey,
@@ -47,6 +46,7 @@ from .placement import (
     width_factors,
 )
 from .rank_checks import check_construction
+from .stored_slots import block_bytes
 
 FACTORIZATION = 20.0
 """Assumed cost of every decomposition of a d x d matrix, in operations per d^3. Measured on CPUs, eigh needs 10 to 28
@@ -90,34 +90,6 @@ def block_cost(
     constant = sum((stage.work(block) for _, stage in rule.stages()), 0.0)
     rare = tuple((cadence, FACTORIZATION * cost) for cadence, cost in refreshes(rule, block))
     return Cost(constant, rare, block_bytes(rule, path, block, dtype, storage).total())
-
-
-def block_bytes(
-    rule: Recipe | Route, path: str, block: tuple[int, ...], dtype: torch.dtype, storage: Mapping[str, Quantizer]
-) -> Counter[str]:
-    """Return the bytes of a block's state by its location between steps: "" for the device of the block.
-
-    No state is allocated. The arguments are those of `block_cost`.
-    """
-    found = Counter[str]()
-    for key, slot in slot_keys(rule, path, block).items():
-        quantizer = choose(storage, key, slot)
-        location = None if quantizer is None else quantizer.location
-        codec = None if quantizer is None else quantizer.codec
-        found["" if location is None else location.to] += _bytes(slot.shape, slot.dtype or dtype, codec)
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _bytes(shape: tuple[int, ...], dtype: torch.dtype, quantizer: Quantizer | None) -> int:
-    """Return the bytes of a slot. The size of a large quantized slot is extrapolated from a slot with fewer rows."""
-    numel = math.prod(shape)
-    if quantizer is None:
-        return numel * dtype.itemsize
-    shrunk = (max(1, (1 << 22) * shape[0] // max(numel, 1)), *shape[1:]) if numel > 1 << 22 else shape
-    codes = quantizer.encode(torch.zeros((1, *shrunk), dtype=dtype, device="cpu")).values()
-    nbytes = sum(code.numel() * code.element_size() for code in codes)
-    return nbytes * numel // max(math.prod(shrunk), 1) + 8
 
 
 def common_interval(recipe: Recipe) -> int:

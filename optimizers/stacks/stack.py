@@ -25,7 +25,7 @@ from eigengraft.distributed.comm_plan import BlockGroup, PlacedBlock
 from eigengraft.distributed.rank_group import HostCopy, RankGroup
 from eigengraft.numerics import compute_dtype, has_values, kept_on_device, upload
 from eigengraft.preconditioners.checked_mode import Checks
-from eigengraft.quantization import Quantizer, choose
+from eigengraft.quantization import Quantizer
 from eigengraft.quantization.base import Location
 from eigengraft.quantization.offload import HostBuffer, available
 from eigengraft.signals import requested
@@ -35,6 +35,7 @@ from eigengraft.step_context import StepContext
 from ..recipe.recipe import Recipe, Route, require_slots, slot_keys
 from .delayed import StackRefreshes
 from .placement import ParamSpec, Phases
+from .stored_slots import StoredSlot, stored_slots
 
 FreshCodes = dict[tuple[str, Slot, torch.dtype, torch.device], Encoded]
 """Cache of the codes `[1, ...]` of initial values of slots. The key, (JSON of the quantizer, slot, dtype, device),
@@ -90,8 +91,8 @@ class StackState:
 
     def __post_init__(self, fresh: FreshCodes | None) -> None:
         known, offloaded = {} if fresh is None else fresh, dict[Location, dict[str, Tensor]]()
-        for key, slot in self.slots():
-            self._allocate(key, slot, known, offloaded)
+        for key, stored in self.stored_slots().items():
+            self._allocate(key, stored, known, offloaded)
         for location, rows in offloaded.items():
             self._offload(location, rows)
         if any(cadence.postponed for cadence in self.rule.cadences().values()):
@@ -105,8 +106,12 @@ class StackState:
         """Return the tensors that store a slot: one tensor, or the codes of a quantizer and their format."""
         return [self.tensors[name] for name in self.names(key)]
 
+    def stored_slots(self) -> dict[StateKey, StoredSlot]:
+        """Return the storage of all slots. The keys contain no block key."""
+        return stored_slots(self.rule, self.path, self.stack.block, self.stack.dtype, self.storage)
+
     def _allocate(
-        self, key: StateKey, slot: Slot, fresh: FreshCodes, offloaded: dict[Location, dict[str, Tensor]]
+        self, key: StateKey, stored: StoredSlot, fresh: FreshCodes, offloaded: dict[Location, dict[str, Tensor]]
     ) -> None:
         """Add the tensors of a slot to the state, with the slot's initial values.
 
@@ -114,9 +119,7 @@ class StackState:
             of the slot.
         """
         blocks, dtype, device = len(self.stack.param_ids), self.stack.dtype, self.stack.device
-        quantizer = choose(self.storage, key, slot) if self.storage else None
-        codec = None if quantizer is None else quantizer.codec
-        location = None if quantizer is None else available(quantizer.location, device)
+        slot, codec, location = stored.slot, stored.codec, available(stored.location, device)
         if codec is None and location is None:
             self.tensors[str(key)] = slot.allocate(blocks, dtype, device)
             return
@@ -129,7 +132,7 @@ class StackState:
             ):  # encode once: encoding may need a decomposition, and all blocks have the same initial values
                 fresh[same] = codec.encode(slot.allocate(1, dtype, device))
             codes = {**fresh[same], FORMAT: torch.full((1,), codec.format(), dtype=torch.int64, device=device)}
-            self.encoded[str(key)] = EncodedSlot(slot, codec, tuple(fresh[same]), slot.dtype or dtype)
+            self.encoded[str(key)] = EncodedSlot(slot, codec, tuple(fresh[same]), stored.dtype)
             rows = {str(key._replace(part=part)): code for part, code in codes.items()}
         if location is None:
             rows = {name: row.repeat(blocks, *[1] * (row.ndim - 1)) for name, row in rows.items()}

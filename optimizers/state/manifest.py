@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import numpy as np
-import torch
 from torch import Tensor
 
-from eigengraft.blocking.blocks import BlockGrid
-from eigengraft.blocking.stacks import Stack
+from eigengraft.distributed.comm_plan import BlockGroup
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.resharding import Entry
 from eigengraft.numerics import compute_dtype
-from eigengraft.quantization import choose
 from eigengraft.quantization.base import Location
 from eigengraft.quantization.offload import available
 from eigengraft.slots import StateKey
 
 from ..recipe.recipe import slot_keys
-from ..stacks.stack import StackState
+from ..stacks.stored_slots import StoredSlot, stored_slots
 from ..step.step import ParamSet
 from ..write.averaging import Mode
 
@@ -27,10 +21,12 @@ from ..write.averaging import Mode
 def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Entry]]:
     """Return a mapping for each parameter, from the key of a state tensor to the tensor's shape, dtype and owner."""
     entries: list[dict[str, Entry]] = [{} for _ in param_set.parameters]
-    for block_group, template in zip(param_set.block_groups, _templates(param_set), strict=True):
-        for block in block_group.blocks:
-            for name, (shape, dtype) in template.items():
-                entries[block.position][StateKey.join(block.grid.keys[0], name)] = Entry(shape, dtype, block.owner)
+    for group in param_set.block_groups:
+        slots = _stored_slots(param_set, group).items()
+        forms = {str(own._replace(part=part)): form for own, stored in slots for part, form in stored.forms().items()}
+        for block in group.blocks:
+            for name, form in forms.items():
+                entries[block.position][StateKey.join(block.grid.keys[0], name)] = Entry(*form, block.owner)
     for position, (state, parameter) in enumerate(zip(param_set.views(mode), param_set.parameters, strict=True)):
         spec = param_set.specs[position]
         # a rank whose shard is empty has no block, so `state` lacks the slots that other ranks have
@@ -52,24 +48,32 @@ def locations(param_set: ParamSet) -> dict[tuple[int, str], Location]:
 
     The result is the same on all ranks.
     """
-    found, storage = dict[tuple[int, str], Location](), param_set.recipe.storage
-    if all(quantizer.location is None for quantizer in storage.values()):
+    found = dict[tuple[int, str], Location]()
+    if all(quantizer.location is None for quantizer in param_set.recipe.storage.values()):
         return found
     blocks = [
-        (group.path, group.shape, group.device, [(block.position, block.grid.keys[0]) for block in group.blocks])
+        (
+            _stored_slots(param_set, group),
+            group.device,
+            [(block.position, block.grid.keys[0]) for block in group.blocks],
+        )
         for group in param_set.block_groups
     ]
     blocks += [
-        (own.path, own.stack.block, own.stack.device, [(position, key) for _, position, key in own.rows()])
+        (own.stored_slots(), own.stack.device, [(position, key) for _, position, key in own.rows()])
         for own in param_set.stack_states
         if own.block_group is None
     ]
-    for path, shape, device, places in blocks:
-        for key, slot in slot_keys(param_set.rules[path], path, shape).items():
-            quantizer = choose(storage, key, slot)
-            if quantizer is not None and (location := available(quantizer.location, device)) is not None:
+    for slots, device, places in blocks:
+        for key, stored in slots.items():
+            if (location := available(stored.location, device)) is not None:
                 found.update({(position, StateKey.join(block, str(key))): location for position, block in places})
     return found
+
+
+def _stored_slots(param_set: ParamSet, group: BlockGroup) -> dict[StateKey, StoredSlot]:
+    """Return the storage of the slots of each block of a block group."""
+    return stored_slots(param_set.rules[group.path], group.path, group.shape, group.dtype, param_set.recipe.storage)
 
 
 def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
@@ -86,23 +90,3 @@ def layout_of_parameter(param_set: ParamSet, position: int) -> Layout:
     placement = param_set.specs[position].placement
     assert placement is not None
     return placement.updated
-
-
-def _templates(param_set: ParamSet) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Yield for each block group, in order, the shape and dtype of one block's state, by "<stage path>/<slot>".
-
-    If this rank owns no block of the group, a stack of one block is built, and its tensors are read.
-    """
-    stack_states = {
-        stack_state.block_group: stack_state
-        for stack_state in param_set.stack_states
-        if stack_state.block_group is not None
-    }
-    for index, block_group in enumerate(param_set.block_groups):
-        stack_state = stack_states.get(index)
-        if stack_state is None:
-            path, shape, cpu = block_group.path, block_group.shape, torch.device("cpu")
-            stack = Stack(shape, block_group.dtype, cpu, ((0, BlockGrid.single(shape)),))
-            rule, storage = param_set.rules[path], param_set.recipe.storage
-            stack_state = StackState(path, rule, stack, storage, np.zeros(1), np.zeros(1, dtype=np.int64))
-        yield {path: (tuple(tensor.shape[1:]), tensor.dtype) for path, tensor in stack_state.tensors.items()}
