@@ -9,7 +9,7 @@ from functools import cache
 
 import eigengraft
 from markup import inline
-from measured import ROOT, gpu, measured_text, milliseconds, runs, state_bytes, steps_of, task_scores
+from measured import ROOT, gpu, measured_text, memory, milliseconds, runs, steps_of, task_scores
 
 BUDGETS = ROOT / "tests" / "gpu" / "budgets.csv"
 TASKS = {"python": "Python sources", "digits": "handwritten digits"}
@@ -23,7 +23,7 @@ Each picture has the validation loss of a recipe (orange) and of AdamW (gray) ov
 [laptop track](../papers/laptop_track/README.md). It is the mean of three seeds at the best learning rate of a search.
 The axis of losses is logarithmic, and the same for all recipes.
 
-- **state**: bytes of state per parameter of a 1024 x 1024 weight.
+- **state**: bytes of state per parameter of GPT-2 small in float32.
 - **traffic**: memory that a step between two refreshes reads and writes on an accelerator, as a multiple of the
   parameters' bytes. It is counted on GPT-2 small with a simulated accelerator.
 - **≥ ms**: counted time of the optimizer in a step of GPT-2 small on one H100,
@@ -51,7 +51,7 @@ def card(name: str) -> str:
         f"<figure>{picture(task, name)}<figcaption>{caption}</figcaption></figure>" for task, caption in TASKS.items()
     )
     traffic = traffics().get(name)
-    facts = [f"state {state_bytes(name):.1f}", f"traffic {traffic:.0f}" if traffic is not None else ""]
+    facts = [f"state {memory(name):.1f}", f"traffic {traffic:.0f}" if traffic is not None else ""]
     measured = measured_text(name) and f" ({measured_text(name)} ms on {gpu().card})"
     facts.append(f"≥ {milliseconds(name):.3g} ms{measured}")
     facts.append(f"steps {' / '.join(steps_of(task_scores(name)[task]) for task in TASKS)}")

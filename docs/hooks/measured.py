@@ -11,20 +11,17 @@ from typing import Any, NamedTuple
 
 import eigengraft
 from eigengraft.experiments.cli.purposes import NUMBERS_FILE, RecipeNumbers, goals
-from eigengraft.experiments.track.cost import COUNTED_MODELS, H100, optimizer_ms
+from eigengraft.experiments.track.cost import COUNTED_MODELS, H100, optimizer_ms, state_bytes
 from eigengraft.experiments.track.report import BASELINE, Standing, standing
 from eigengraft.experiments.track.track import EntryRuns, TaskScore, entry_name, load_track, read_table
-from eigengraft.optimizers.plan.plan import plan
 from markup import table
 
 ROOT = Path(__file__).parents[2]
 TRACK = ROOT / "papers" / "laptop_track"
 GPU_ROWS = ROOT / "tests" / "gpu" / "results.jsonl"
 """Measurements that `make gpu` wrote, a JSON object in each line."""
-SHAPE = (1024, 1024)
-"""Shape of the weight whose bytes of state are shown."""
 COUNTED = next(iter(COUNTED_MODELS))
-"""Model at which optimizers' steps are counted."""
+"""Model at which optimizers' steps and bytes of state are counted."""
 
 
 @cache
@@ -45,9 +42,9 @@ def runs(name: str) -> EntryRuns:
 
 
 @cache
-def state_bytes(name: str) -> float:
-    """Return the bytes of state per parameter of one weight matrix. Nothing is allocated."""
-    return int(plan(name, [("weight", SHAPE)], (1,)).state.max()) / math.prod(SHAPE)
+def memory(name: str) -> float:
+    """Return the bytes of state per parameter. Nothing is allocated."""
+    return state_bytes(name, COUNTED)
 
 
 @cache
@@ -150,8 +147,9 @@ def numbers() -> dict[str, RecipeNumbers]:
             rates = [one.lr for one in own.values()]
             reached = all(one.steps < math.inf for one in own.values())
             run = [profile_of(name), profile_of(name, COUNTED), max(rates) / min(rates) if reached else None]
+            run.append(own["digits"].steps if own["digits"].steps < math.inf else None)
             accumulate = entries[entry_name(name)].accumulate
-        own_numbers = (state_bytes(name), milliseconds(name), gpu().milliseconds(name), *run)
+        own_numbers = (memory(name), milliseconds(name), gpu().milliseconds(name), *run)
         rounded = (None if one is None else float(f"{one:.4g}") for one in own_numbers)
         found[name] = RecipeNumbers(*rounded)._replace(accumulate=accumulate)  # type: ignore[arg-type]
     return found

@@ -17,14 +17,13 @@ from measured import (
     COUNTED_MODELS,
     H100,
     ROOT,
-    SHAPE,
     cells,
     goals_table,
     gpu,
     measured_text,
+    memory,
     milliseconds,
     section,
-    state_bytes,
 )
 
 ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
@@ -51,7 +50,7 @@ def recipe_page(name: str) -> str:
             *_relatives(name, up),
             f'```yaml title="optimizers/recipe/shipped/{name}.yaml"\n{text.rstrip()}\n```',
             f'`eigengraft.compose("{name}", model)` in Python, `recipe: {name}` in YAML.',
-            f"**State:** {state_bytes(name):.2f} bytes per parameter of a {SHAPE[0]} x {SHAPE[1]} weight in float32.",
+            f"**State:** {memory(name):.2f} bytes per parameter of GPT-2 small in float32, embeddings included.",
             section(name, up),
             f"**Parts:** {', '.join(links)}.",
             f'??? info "Every field, defaults included"\n\n    ```yaml\n    {full}\n    ```',
@@ -103,7 +102,7 @@ def index_page() -> str:
     for name in eigengraft.shipped_recipes():
         about = linked(inline(eigengraft.load_recipe(name).about or ""))
         times = f"{milliseconds(name):.3g}", measured_text(name)
-        numbers = (f"{state_bytes(name):.2f}", *times, *cells(name, list(INDEX_TASKS)))
+        numbers = (f"{memory(name):.2f}", *times, *cells(name, list(INDEX_TASKS)))
         rows.append([f"[`{name}`]({name}.md)<br>{about}", *numbers])
     tasks = [f"{title}: {what}" for title in INDEX_TASKS.values() for what in ("steps", "loss", "rate")]
     head = ["recipe", "state", "≥ ms", "measured ms", "profile", *tasks]
@@ -123,8 +122,8 @@ Recipes that need several backwards per step, such as `isomuon`, are left out of
 
 ## All recipes
 
-- **state**: bytes per parameter of a {SHAPE[0]} x {SHAPE[1]} weight in float32, with the recipe's own blocking.
-  [Other shapes](odd-models.md#convolutions) differ; `eigengraft plan` gives the bytes of a model.
+- **state**: bytes per parameter of GPT-2 small in float32, embeddings and vectors included.
+  [Other models](odd-models.md#convolutions) differ; `eigengraft plan` gives the bytes of a model.
 - **≥ ms**: counted time of the optimizer in a step of {model} on one
   {H100.name}, [a lower bound](../../papers/laptop_track/README.md#counted-cost).
 - **measured ms**: mean time of the optimizer in this step on one {gpu().card}, [where it was

@@ -31,10 +31,11 @@ families themselves."""
 _HEADINGS = {EVERY_FAMILY: FAMILIES, "stage": STAGES, RECIPES: RECIPE_GROUPS}
 """The groups of lists that are printed in groups, by the argument that names the list."""
 _OF_OTHER_SHAPES = """\
-Bytes of a 1024 x 1024 weight are not those of other shapes: `adafactor` has 2.67 for kernels of
-3 x 3, as in torch. `eigengraft plan MODEL --recipe RECIPE` gives the bytes of a task or a file of
-shapes, and `compose(recipe, model).state_bytes()` those of a model in Python."""
-"""Text on the memory of other weights, below lists with the memory of recipes."""
+Bytes of GPT-2 small are not those of other models: most recipes for matrices have Adam for its
+embedding, and `adafactor` has 2.67 bytes for kernels of 3 x 3, as in torch. `eigengraft plan MODEL
+--recipe RECIPE` gives the bytes of a task or a file of shapes, and
+`compose(recipe, model).state_bytes()` those of a model in Python."""
+"""Text on the memory of other models, below lists with the memory of recipes."""
 _NOTES = {
     BY_GOAL: """\
 A profile is a score from 0 to 1 on five small tasks, the laptop track. 1 is the fewest steps, or
@@ -45,7 +46,7 @@ several backwards per step, such as `isomuon`, are left out. Without a special g
     + _OF_OTHER_SHAPES,
     RECIPES: f"""\
 lr        the recipe's own learning rate; tune it first
-state     bytes per parameter of a 1024 x 1024 weight in float32
+state     bytes per parameter of GPT-2 small in float32
 >= ms     milliseconds of the optimizer in a step of GPT-2 small on one H100, a counted lower bound
 measured  milliseconds of the same step on one {timed_card()}; -: not measured
 profile   score of steps on five small tasks, the laptop track, 1 for the fewest; -: not run
@@ -78,7 +79,7 @@ def list_command(
 
     registered = _registered()
     about = {
-        BY_GOAL: "which recipe to use: for few steps, little time, little memory, no tuning, fine-tuning",
+        BY_GOAL: "which recipe to use: for few steps, little time, little memory, little tuning, fine-tuning",
         RECIPES: "all shipped recipes by method, with learning rate, memory, time and profile",
         SIGNALS: "values beside the gradient that stages may request, such as the loss",
         **{name: _about(family) for name, family in sorted(registered.items())},

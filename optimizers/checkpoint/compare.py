@@ -38,12 +38,14 @@ class RecipeChange:
     of_groups: differences in defaults of param groups. The saved values apply after the load.
     renamed: None, or the new name of the saved recipe, if it was renamed since the save and the recipe of the optimizer
         is another one that now has the old name.
+    names: names of both recipes; None for a recipe without a name.
     """
 
     meaning: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     of_groups: tuple[str, ...] = ()
     renamed: str | None = None
+    names: tuple[str | None, str | None] = (None, None)
 
     def refusal(self, faults: list[str]) -> str:
         """Return the text of the error that refuses a checkpoint.
@@ -56,10 +58,11 @@ class RecipeChange:
             remedy = f"it is shipped as '{self.renamed}' now, and its earlier name is another recipe's; {remedy}"
         if all(line.startswith("storage.") for line in lines):
             remedy = "eigengraft.optimizers.convert_storage(state_dict, optimizer) makes a state dict that fits"
+        saved, own = self.names
+        other = f"the recipe '{saved}', not '{own}'" if saved and own and saved != own else "another recipe"
         return "\n".join(
             [
-                f"state_dict was saved with another recipe, and its state does not fit; {remedy}. "
-                "Saved -> this optimizer's:",
+                f"state_dict was saved with {other}, and its state does not fit; {remedy}. Saved -> this optimizer's:",
                 *first_lines(lines),
                 *faults,
             ]
@@ -96,7 +99,7 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
             f"state_dict: the saved recipe has schema {got_version}; this version of eigengraft reads schema "
             f"{SCHEMA_VERSION}"
         )
-    same_name = mine.get("name") == other.get("name")
+    names = other.get("name"), mine.get("name")
     mine, other = without_silent(mine), without_silent(other)
     changed = differences(other, mine)
     if not changed:
@@ -107,7 +110,7 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
         raise ValueError(f"state_dict was saved with another recipe, which cannot be loaded here:\n{error}") from error
     if not differences(*(without_silent(json.loads(_without_locations(one).to_json())) for one in recipes)):
         return RecipeChange()
-    if same_name and (renamed := _renamed(mine, other)) is not None:
+    if names[0] == names[1] and (renamed := _renamed(mine, other)) is not None:
         return RecipeChange(meaning=tuple(changed), renamed=renamed)
     before, after = map(_meanings, recipes)
     paths = _views(*recipes, infos)
@@ -118,7 +121,7 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
         path = line.partition(": ")[0]
         refused = any(path == key or path.startswith(f"{key}.") for key in paths)
         found["meaning" if refused else "of_groups" if path in _OF_GROUPS else "settings"].append(line)
-    return RecipeChange(tuple(found["meaning"]), tuple(found["settings"]), tuple(found["of_groups"]))
+    return RecipeChange(tuple(found["meaning"]), tuple(found["settings"]), tuple(found["of_groups"]), names=names)
 
 
 def without_silent(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,11 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
         TypeError: an option is unknown. The message names the override that has the meaning of the option.
         ValueError: the recipe does not fit the parameters.
     """
+    if isinstance(recipe, nn.Module):
+        raise TypeError(
+            f"compose: got a module in place of the recipe, and {model!r:.60} in place of the model; the order is "
+            "compose(recipe, model), and lr=... is a keyword"
+        )
     described = grouped(model, None) if isinstance(model, nn.Module) else model
     names_only = not isinstance(described, DescribedParameters)
     described = DescribedParameters.of(described)

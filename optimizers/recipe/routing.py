@@ -164,6 +164,11 @@ class DescribedParameters:
             raise TypeError(f"params: they must be tensors, (name, tensor) pairs or groups, got {given.params!r:.60}")
         entries = (dict(entry) if isinstance(entry, Mapping) else entry for entry in given.params)
         params = [group_with_names(entry) for entry in entries]
+        if not params:
+            raise ValueError(
+                "params: got an empty parameter list; a generator that was read before is empty, so pass "
+                "model.parameters() anew, and check that the module has parameters"
+            )
         groups = [entry.get("params", ()) if isinstance(entry, dict) else [entry] for entry in params]
         for group in groups:
             for entry in group if isinstance(group, Iterable) and not isinstance(group, Tensor) else [group]:

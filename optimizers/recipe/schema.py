@@ -31,6 +31,11 @@ ELSEWHERE = {
         ),
         "it belongs to an experiment, or to the training loop",
     ),
+    **dict.fromkeys(
+        ("betas", "beta", "beta1", "beta2", "momentum", "eps", "nesterov"),
+        "it is a field of a stage, given by its path, such as `update.momentum.beta` of the recipe adamw; "
+        "`eigengraft show RECIPE` prints all paths",
+    ),
     **dict.fromkeys(("foreach", "fused", "capturable", "maximize"), "no recipe has this option of torch's"),
 }
 """Advice for names that users try as fields of a recipe or a route: where to write the setting instead."""

@@ -151,4 +151,8 @@ CALLS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("compose(torch.optim.AdamW, model)", ("recipe", "AdamW", 'compose("adamw", model)')),
     ("compose(torch.optim.LBFGS, model)", ("recipe", "LBFGS", "shipped_recipes")),
     ("compose(torch.optim.SGD(model.parameters()), model)", ("recipe", 'compose("sgd", model)')),
+    ("compose(model, 1e-3)", ("0.001", "compose(recipe, model)", "lr=")),
+    ("compose('adamw', model, overrides={'betas': [0.9, 0.95]})", ("betas", "update.momentum.beta")),
+    ("compose('soap', model).load_state_dict(compose('adamw', model).state_dict())", ("'adamw'", "'soap'")),
+    ("Optimizer(iter(()), 'adamw')", ("params", "generator")),
 )
