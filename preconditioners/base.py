@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeVar, fina
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.component import ChainOf, located
+from eigengraft.component import ChainOf, dotted, located
 from eigengraft.errors import ContractError
 from eigengraft.numerics import full_products
 from eigengraft.schedules import Schedulable
@@ -645,7 +645,7 @@ def walk_blocks(
 ) -> Iterator[tuple[str, Stage, tuple[int, ...]]]:
     """Yield (dotted path, stage, shape of its blocks) for every stage of a chain and of the chains inside stages."""
     for stage in stages:
-        here = f"{path}.{stage.label}" if path else stage.label
+        here = dotted(path, stage.label)
         yield here, stage, block
         with named_stage(stage, here):
             chains = stage.inner(block)
@@ -691,7 +691,7 @@ def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "
             has the path of the stage.
     """
     for stage in stages:
-        here = f"{path}.{stage.label}" if path else stage.label
+        here = dotted(path, stage.label)
         try:
             with named_stage(stage, here):
                 slots = stage.slots(block)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from eigengraft.component import Component
+from eigengraft.component import Component, dotted
 from eigengraft.errors import RecipeError, first_lines, name_some
 from eigengraft.preconditioners import Stage
 from eigengraft.preconditioners.statistics import Statistic
@@ -193,7 +193,7 @@ def _views(before: Recipe, after: Recipe, infos: Sequence[ParamInfo]) -> list[st
         except ValueError:
             same = False
         if not same:
-            found[f"{at}.view" if at else "view"] = None
+            found[dotted(at, "view")] = None
     return [*found]
 
 

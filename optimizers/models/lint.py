@@ -14,6 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from eigengraft.component import dotted
 from eigengraft.errors import name_some, warn_user
 from eigengraft.numerics import active_fake_mode
 from eigengraft.preconditioners.algebra.products import matrix_shape
@@ -72,7 +73,7 @@ class Composition:
         found = dict[str, tuple[Stages, list[tuple[int, ...]]]]()
         for rule, path, block in self._blocks:
             for name, stages in (("update", rule.update), ("after_decay", rule.after_decay)):
-                for at, chain_, seen in _chains(stages, block, f"{path}.{name}" if path else name):
+                for at, chain_, seen in _chains(stages, block, dotted(path, name)):
                     found.setdefault(at, (chain_, []))[1].append(seen)
         return found
 
@@ -307,7 +308,7 @@ def _decay_twice(composed: Composition) -> Iterator[str]:
             rate = group["weight_decay"] if own is None else own.rate
             for constraint in rule.constraints if isinstance(rate, Tensor) or rate > 0 else ():
                 if _decays(constraint):
-                    where = f"{path}.constraints.{constraint.label}".lstrip(".")
+                    where = constraint.path_in(path)
                     rates = f"{path}.weight_decay" if own is not None else "weight_decay"
                     found.setdefault(where, (f"{rates} {float(rate):g}", str(info.name)))
     for where, (rates, name) in found.items():

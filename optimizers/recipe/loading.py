@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from eigengraft.component import RENAMED, Component, as_declared, plain, stage_name, validated
+from eigengraft.component import RENAMED, Component, as_declared, dotted, plain, stage_name, validated
 from eigengraft.errors import RecipeError, did_you_mean, near_names, near_path
 from eigengraft.preconditioners import Stage
 
@@ -201,7 +201,7 @@ def _changes(before: Any, after: Any, old: Any, new: Any, path: str = "") -> Ite
         for name, field in type(after).model_fields.items():
             key = field.alias or name
             if key in new:
-                here = f"{path}.{key}" if path else key
+                here = dotted(path, key)
                 yield from _changes(getattr(before, name), getattr(after, name), old[key], new[key], here)
     elif isinstance(old, list) and all(names) and names == [stage_name(one) for one in old] and path:
         for place, stage in enumerate(names):

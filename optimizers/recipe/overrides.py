@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from eigengraft.component import Component, families, plain, stage_name
+from eigengraft.component import Component, dotted, families, plain, stage_name
 from eigengraft.errors import RecipeError, did_you_mean
 
 Overrides = Mapping[str, Any] | Iterable[str] | None
@@ -201,7 +201,7 @@ def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """
     if isinstance(data, Mapping):
         for key, value in data.items():
-            yield from flatten(value, f"{path}.{key}" if path else str(key))
+            yield from flatten(value, dotted(path, str(key)))
     elif isinstance(data, (list, tuple)) and any(stage_name(item) for item in data if not isinstance(item, str)):
         yield path, [stage_name(item) for item in data]  # the order is part of the declaration
         for item in data:

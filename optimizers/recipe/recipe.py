@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_v
 
 from eigengraft.blocking import Batches, Blocking, View, ViewChoice, Whole
 from eigengraft.blocking.blocks import ONE_TENSOR
-from eigengraft.component import Component
+from eigengraft.component import Component, dotted
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.errors import did_you_mean
 from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
@@ -62,9 +62,8 @@ class UpdateRule(Component):
 
     def stages(self, path: str = "") -> Iterator[tuple[str, Any]]:
         """Yield (dotted path, stage) of every stage, including stages inside other stages."""
-        prefix = f"{path}." if path else ""
         for here, stage in self._all_stages:
-            yield f"{prefix}{here}", stage
+            yield dotted(path, here), stage
 
     def cadences(self, path: str = "") -> dict[str, Cadence]:
         """Return the cadence of each stage that has refreshes, by dotted path of the stage."""
@@ -139,7 +138,7 @@ class UpdateRule(Component):
             raise ValueError(
                 f"view: {self.view!r} has no effect, because no stage of the update mixes entries; remove it"
             )
-        require_signals(self.stages(), [(f"constraints.{own.label}", own) for own in self.constraints])
+        require_signals(self.stages(), [(own.path_in(""), own) for own in self.constraints])
         return self
 
 
@@ -337,7 +336,7 @@ def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[S
     if (path, block) not in rule._slots:
         found = {}
         for stages, chain in ((rule.update, "update"), (rule.after_decay, "after_decay")):
-            for stage, name, slot in chain_slots(stages, block, f"{path}.{chain}" if path else chain):
+            for stage, name, slot in chain_slots(stages, block, dotted(path, chain)):
                 found[StateKey(None, stage, name)] = slot
         rule._slots[path, block] = found
     return rule._slots[path, block].copy()

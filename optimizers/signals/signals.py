@@ -41,8 +41,7 @@ def listeners(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Any]]:
 
 def constraints(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Constraint]]:
     """Yield (dotted path, constraint) of every constraint of an update rule."""
-    prefix = f"{path}." if path else ""
-    yield from ((f"{prefix}constraints.{constraint.label}", constraint) for constraint in rule.constraints)
+    yield from ((constraint.path_in(path), constraint) for constraint in rule.constraints)
 
 
 MISSING, SOME, ALL = 0.0, 1.0, 2.0

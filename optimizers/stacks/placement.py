@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eigengraft.blocking import Batches, Matrices, Modules
 from eigengraft.blocking.blocks import ONE_TENSOR
+from eigengraft.component import dotted
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import is_dtensor
@@ -252,15 +253,14 @@ def width_factors(recipe: Recipe, info: ParamInfo) -> tuple[float, ...]:
     if recipe.width_scaling is None or 0 in info.shape:
         return ()
     path = recipe.route(info)[0]
-    rule, where = recipe.rules()[path], f"{path}." if path else ""
+    rule = recipe.rules()[path]
     if rule.after_decay:
-        raise ValueError(f"{where}after_decay: cannot be combined with width_scaling; remove one of the two")
+        raise ValueError(f"{dotted(path, 'after_decay')}: cannot be combined with width_scaling; remove one of the two")
     for constraint in rule.constraints:
         if constraint.sets_length():
-            label = f"{where}constraints.{constraint.label}"
             raise ValueError(
-                f"{label}: cannot be combined with width_scaling, because the constraint sets the length of every "
-                "update; remove one of the two"
+                f"{constraint.path_in(path)}: cannot be combined with width_scaling, because the constraint sets the "
+                "length of every update; remove one of the two"
             )
     matrices = recipe.view_of(info).matrices
     # `view_of` gives an entry-wise update no matrices, but a factor depends on the fan-in of the module's matrices
@@ -268,7 +268,8 @@ def width_factors(recipe: Recipe, info: ParamInfo) -> tuple[float, ...]:
         convolution = info.facts.convolution is not None and isinstance(rule.view, Batches)
         matrices = (Modules(heads=False) if convolution else rule.view).of(info.shape, info.facts).matrices
     shapes = list(matrices.each(info.shape)) if info.shape else [()]
-    found = {m: recipe.width_scaling.factor(rule.update, info.role, m, f"{where}update") for m in dict.fromkeys(shapes)}
+    update = dotted(path, "update")
+    found = {m: recipe.width_scaling.factor(rule.update, info.role, m, update) for m in dict.fromkeys(shapes)}
     return tuple(found[shape] for shape in shapes)
 
 
@@ -282,12 +283,12 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
     """
     for constraint in recipe.rules()[path].constraints if not layout.replicated else ():
         if not constraint.shardable(layout.whole_rows):
-            where = f"{path or 'recipe'}.constraints.{constraint.label}"
             whole, got = "whole parameters", "a sharded parameter"
             if constraint.shardable(True):
                 whole, got = "whole rows", "a parameter with sharded rows"
             raise ValueError(
-                f"{where}: the constraint needs {whole}, got {got}; remove the constraint or change the sharding"
+                f"{constraint.path_in(path or 'recipe')}: the constraint needs {whole}, got {got}; remove the "
+                "constraint or change the sharding"
             )
     if not _updates_in_place(recipe, path, layout.shape, matrices):
         return ParamPlacement(layout, {})

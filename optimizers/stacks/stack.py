@@ -21,6 +21,7 @@ from torch import Tensor
 
 from eigengraft.blocking.blocks import BlockGrid
 from eigengraft.blocking.stacks import Stack, blocks_that_fit, max_blocks, split_by_size, split_ranges
+from eigengraft.component import dotted
 from eigengraft.distributed.comm_plan import BlockGroup, PlacedBlock
 from eigengraft.distributed.rank_group import HostCopy, RankGroup
 from eigengraft.numerics import compute_dtype, has_values, kept_on_device, upload
@@ -220,7 +221,7 @@ class StackState:
     @cached_property
     def step_sizes(self) -> tuple[StateKey, ...]:
         """Keys of the slots with step sizes, which also multiply the weight decay."""
-        update = f"{self.path}.update." if self.path else "update."
+        update = f"{self.chain_path('update')}."
         return tuple(key for key, slot in self.slots() if slot.step_size and str(key.stage).startswith(update))
 
     @property
@@ -325,7 +326,7 @@ class StackState:
 
     def chain_path(self, chain: Literal["update", "after_decay"]) -> str:
         """Return the path of a chain of the update in the recipe."""
-        return f"{self.path}.{chain}" if self.path else chain
+        return dotted(self.path, chain)
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
         """Yield (row, position of the parameter, block key) of every block."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from eigengraft.component import dotted
 from eigengraft.numerics import fake_mode
 from eigengraft.signals import asking
 
@@ -371,7 +372,7 @@ def require_pairs(recipe: Recipe, spec: ParamSpec) -> None:
     rule = recipe.rules()[spec.path]
     mixing = next((path for path, stage in rule.stages(spec.path) if not stage.cached_traits().entrywise), None)
     if mixing is None and rule.constraints:
-        mixing = f"{spec.path}.constraints" if spec.path else "constraints"
+        mixing = dotted(spec.path, "constraints")
     if mixing is None and recipe.line_search is not None:
         mixing = "line_search"
     if mixing is None and spec.rank_group is None:

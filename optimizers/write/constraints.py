@@ -15,7 +15,7 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from eigengraft.component import ChainOf
+from eigengraft.component import ChainOf, dotted
 from eigengraft.numerics import block_norm, compute_dtype, copies, in_dtypes_of, over_stacks, safe_ratio
 from eigengraft.preconditioners.polar.spectral import NewtonSchulz, PolarSolver
 from eigengraft.schedules import Schedulable
@@ -108,6 +108,14 @@ class Constraint(Schedulable, ABC, family="constraint"):
     def label(self) -> str:
         """Name of the constraint in paths: the field `name`, or `kind` if the constraint has no name."""
         return self.name or str(getattr(self, "kind"))  # noqa: B009  every member has a kind, the family has none
+
+    @final
+    def path_in(self, update: str) -> str:
+        """Return the dotted path of the constraint in a recipe, which also stands for it in state keys.
+
+        update: path of the update that has the constraint.
+        """
+        return dotted(update, "constraints", self.label)
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, Slot]:
         """Return the slots of one parameter of this shape, by name. Called at construction.

@@ -89,7 +89,7 @@ class IterateStore:
                     f"constraints: {constraint.label}: cannot be combined with the averaging '{kind}', whose iterates "
                     "have 32 bits and lose no updates; remove the constraint"
                 )
-            declared[_stage(path, constraint)] = constraint.slots(shape) if constraint.keeps(dtype) else {}
+            declared[constraint.path_in(path)] = constraint.slots(shape) if constraint.keeps(dtype) else {}
         return declared
 
     def restart(self, position: int, stages: Container[str]) -> None:
@@ -99,8 +99,8 @@ class IterateStore:
         """
         constraints, context = self._with_slots(self.paths[position], [position])
         for constraint, slots in constraints:
-            stage = _stage(self.paths[position], constraint)
-            if slots and stage in stages and not any(bool(x.any()) for (x,) in slots.values()):
+            named = constraint.path_in(self.paths[position]) in stages
+            if slots and named and not any(bool(x.any()) for (x,) in slots.values()):
                 constraint.begin(slots, [self.parameters[position]], context)
 
     @torch.no_grad()
@@ -178,7 +178,7 @@ class IterateStore:
         asked = {name for own in self.constraints[path] for name in own.requires_some & self.signals.keys()}
         signals = {name: [self.signals[name][position] for position in positions] for name in asked}
         pairs: list[tuple[Constraint, Slots]] = [
-            (own, self._named(positions, _stage(path, own))) for own in self.constraints[path]
+            (own, self._named(positions, own.path_in(path))) for own in self.constraints[path]
         ]
         return pairs, ConstraintContext(shard_sums=sums, signals=signals)
 
@@ -257,11 +257,3 @@ def _require_form(
                     f"{stage}: slot '{name}': the shape must be (), or its last axes must be those of the parameter, "
                     f"got {slot.shape} for a parameter of shape {shape} and {found} for {longer}"
                 )
-
-
-def _stage(path: str, constraint: Constraint) -> str:
-    """Return the part of state keys that stands for a constraint, "<path>.constraints.<label>".
-
-    path: path of the update in the recipe.
-    """
-    return f"{path}.constraints.{constraint.label}" if path else f"constraints.{constraint.label}"
