@@ -249,6 +249,14 @@ class StackState:
         slots = {name: tensor.view(-1, *shape).unbind() for name, tensor in self.tensors.items()}
         return [{name: rows[row] for name, rows in slots.items()} for row in range(len(self.stack.param_ids))]
 
+    def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use other tensors for a part of the state.
+
+        tensors: the new tensors, by name.
+        """
+        self.tensors.update(tensors)
+        self.__dict__.pop("entries", None)  # views of the former tensors
+
     @cached_property
     def all_blocks(self) -> ActiveBlocks:
         """All blocks of the stack as active blocks."""

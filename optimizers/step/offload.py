@@ -40,8 +40,10 @@ class OffloadedState:
     def __init__(self, groups: Sequence[Group], device: torch.device) -> None:
         offloaded = [group for group in groups if _host_buffers(group)]
         sizes = [sum(host.memory.numel() for host in _host_buffers(group)) for group in offloaded]
-        self._mover = MappedState() if device.type == "cpu" else CopiedState(device, sizes, offloaded)
+        # on a CPU, stages read and write the mapped files themselves, and nothing is copied
+        self._copied = None if device.type == "cpu" else CopiedState(device, sizes, offloaded)
         self._queue: list[Group] = []
+        self._turn = 0
 
     def schedule(self, groups: Sequence[Group], active: NDArray[np.bool_] | None = None) -> None:
         """Begin to copy the state of the first group to the device.
@@ -62,8 +64,13 @@ class OffloadedState:
         self._fetch(0)
 
     def _fetch(self, turn: int) -> None:
-        if turn < len(self._queue):
-            self._mover.fetch(self._queue[turn], turn % 2)
+        if turn >= len(self._queue):
+            return
+        if self._copied is not None:
+            self._copied.fetch(self._queue[turn], turn % 2)
+        else:
+            for host in _host_buffers(self._queue[turn]):
+                host.read_ahead()
 
     @contextmanager
     def held(self, group: Group) -> Iterator[None]:
@@ -77,11 +84,16 @@ class OffloadedState:
             return
         self._turn += 1
         self._fetch(turn + 1)
-        self._mover.enter(group, turn % 2)
+        if self._copied is not None:
+            self._copied.enter(group, turn % 2)
         try:
             yield
         finally:
-            self._mover.leave(group, turn % 2)
+            if self._copied is not None:
+                self._copied.leave(group, turn % 2)
+            else:
+                for host in _host_buffers(group):
+                    host.release()
 
     def outlasting(self, direction: Tensor) -> Tensor:
         """Return a direction that stays valid after the context `held` of its stack has ended.
@@ -89,46 +101,16 @@ class OffloadedState:
         A stage may return a state tensor as its direction. After the context has ended, another stack uses the buffer
         of this tensor, but the direction may still have to be sent to other ranks. Such a direction is copied.
         """
-        return direction.clone() if self._mover.lends(direction) else direction
+        return direction.clone() if self._copied is not None and self._copied.lends(direction) else direction
 
     def finish(self) -> None:
         """Wait until all state is in host memory. Called before code other than a step reads or writes state."""
-        self._mover.finish()
+        if self._copied is not None:
+            self._copied.finish()
 
 
-class MappedState:
-    """State of stacks on a CPU in mapped files. The stages of a step read and write the memory of the files directly.
-
-    `CopiedState` has the same methods for stacks on a device, and shares no code with this class. Arguments of the
-    methods:
-
-    group: stacks whose state must be available at the same time.
-    buffer: 0 or 1, index of the buffer on the device to which the state of the group is copied. This class ignores it.
-    """
-
-    def fetch(self, group: Group, buffer: int) -> None:
-        """Begin to read the state of a group, or to copy it to a buffer of the device, without waiting."""
-        for host in _host_buffers(group):
-            host.read_ahead()
-
-    def enter(self, group: Group, buffer: int) -> None:
-        """Make the stacks use the state in the buffer of the device, after its copy is complete."""
-
-    def leave(self, group: Group, buffer: int) -> None:
-        """Begin to copy the state back to host memory, without waiting."""
-        for host in _host_buffers(group):
-            host.release()
-
-    def lends(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is in a buffer of the device, which another group will use later."""
-        return False
-
-    def finish(self) -> None:
-        """Wait until all state is in host memory."""
-
-
-class CopiedState(MappedState):
-    """State in host memory of stacks on a device, copied to one of two buffers and back.
+class CopiedState:
+    """The state of stacks on a device: it is copied from host memory to one of two buffers on the device, and back.
 
     All copies are on one stream, in the order of the calls. A buffer is therefore filled only after its last content
     was copied back. On the device, the kernels of a step wait for the copies to their buffer, and the copies back wait
@@ -138,6 +120,11 @@ class CopiedState(MappedState):
     device: device of the stacks.
     sizes: bytes of the offloaded state of each group.
     groups: the groups with offloaded state.
+
+    Arguments of the methods:
+
+    group: stacks whose state must be on the device at the same time.
+    buffer: 0 or 1, index of the buffer to which the state of the group is copied.
     """
 
     def __init__(self, device: torch.device, sizes: Sequence[int], groups: Sequence[Group]) -> None:
@@ -155,6 +142,7 @@ class CopiedState(MappedState):
         self._pieces: dict[tuple[int, ...], list[_Piece]] = {}
 
     def fetch(self, group: Group, buffer: int) -> None:
+        """Begin to copy the state of a group to a buffer, without waiting."""
         pieces = self._pieces_of(group, buffer)
 
         def copy() -> Any:
@@ -166,11 +154,13 @@ class CopiedState(MappedState):
         self._arrived[buffer] = self._begin(copy)
 
     def enter(self, group: Group, buffer: int) -> None:
+        """Make the stacks use the state in the buffer, after its copy is complete."""
         self._streams.wait(self._arrived[buffer]())
         for piece in self._pieces_of(group, buffer):
             piece.show(on_device=True)
 
     def leave(self, group: Group, buffer: int) -> None:
+        """Begin to copy the state back to host memory, without waiting."""
         pieces, computed = self._pieces_of(group, buffer), self._streams.mark()
         for piece in pieces:
             piece.show(on_device=False)
@@ -185,10 +175,12 @@ class CopiedState(MappedState):
         self._stored.append(self._begin(copy))
 
     def lends(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is in a buffer, which another group will use later."""
         starts = [buffer.data_ptr() for buffer in self._buffers]
         return any(start <= tensor.data_ptr() < start + self._buffers[0].numel() for start in starts)
 
     def finish(self) -> None:
+        """Wait until all state is in host memory."""
         stored, self._stored = self._stored, []
         for last in stored:
             self._streams.synchronize(last())
@@ -249,8 +241,7 @@ class _Piece:
 
     def show(self, on_device: bool) -> None:
         """Make the stack use its tensors in the buffer of the device, or its tensors in host memory."""
-        self._own.tensors.update(self._here if on_device else self._there)
-        self._own.__dict__.pop("entries", None)  # a cached property of the tensors
+        self._own.replace_tensors(self._here if on_device else self._there)
 
 
 def _host_buffers(group: Group) -> list[HostBuffer]:

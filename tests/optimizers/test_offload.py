@@ -563,7 +563,7 @@ def test_copies_and_programs_are_ordered(lacking: str, monkeypatch: pytest.Monke
     if lacking == "wait":
         monkeypatch.setattr(Clocks, "wait", lambda self, mark: None)
     clocks.time["program"] = clocks.known["program"]["program"] = 1
-    offloaded._mover = CopiedState(torch.device("cpu"), sizes, groups)
+    offloaded._copied = CopiedState(torch.device("cpu"), sizes, groups)
     assert clocks.known["copies"]["program"] == (lacking == "nothing")
     with Copies(clocks):
         for step in range(3):
