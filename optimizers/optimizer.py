@@ -35,7 +35,7 @@ from .param_groups import (
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, ParamInfo
-from .signals import Given, SignalSource, Steps, with_partners
+from .signals import Given, SignalSource, with_partners
 from .state.param_sets import ParamSets
 from .step.gradients import LossScale
 from .step.spikes import ranks_of
@@ -272,7 +272,7 @@ class Optimizer(ComposedOptimizer):
         hypers, taken = (self.begin_step(), None) if begun is None else begun
         if taken is not None:
             self.param_sets.begin_step(self.state, taken)
-        ready: Steps = prepare(self.param_sets, hypers, loss_scale)
+        ready = prepare(self.param_sets, hypers, loss_scale)
         self._collect_signals()
         if self.param_sets.spikes is not None and parameters:
             ready = self.param_sets.spikes.apply(ready, signals.loss(parameters[0]))
@@ -324,7 +324,7 @@ class Optimizer(ComposedOptimizer):
         taken: number of steps before this one.
         only: `[P]`, True for the parameters to update.
         """
-        ready: Steps = prepare([param_set], hypers, only=only)
+        ready = prepare([param_set], hypers, only=only)
         if self.param_sets.asks_signals:
             ready = self.param_sets.signals.take(ready, taken)
         for _, inputs in ready:

@@ -147,7 +147,7 @@ class Defaults(dict[str, Any]):
         return super().__contains__(key)
 
 
-def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool = False) -> dict[str, Any]:
+def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[str, Any]:
     """Check a param group. Return it without options that choose torch's implementation, such as `foreach` and `fused`.
 
     recipe: JSON text of the optimizer's recipe.

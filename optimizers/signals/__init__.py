@@ -1,6 +1,5 @@
 """Signals, values that stages request beside gradients: where they come from, and how they reach steps and ranks."""
 
-from .partners import Steps as Steps
 from .partners import with_partners as with_partners
 from .signals import OWN as OWN
 from .signals import Given as Given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +15,7 @@ from eigengraft.slots import PARTNER_STAGE
 
 from ..recipe.routing import ParamInfo
 from ..step.exchange import Step
-from ..step.step import ParamSet
-
-Steps = Sequence[tuple[ParamSet, Step | None]]
+from ..step.step import ParamSet, ReadySteps
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,8 @@ class PairedParameter:
 
 
 def with_partners(
-    asked: Mapping[str, Mapping[str, str]], rows: Iterable[tuple[Tensor, ParamInfo]], steps: Steps
-) -> Steps:
+    asked: Mapping[str, Mapping[str, str]], rows: Iterable[tuple[Tensor, ParamInfo]], steps: ReadySteps
+) -> ReadySteps:
     """Add the partner signals to the steps, and return the steps. All ranks of the optimizer must call it.
 
     asked: requested signals by path of the update rule, as in `Signals.asked`.
@@ -129,7 +127,7 @@ def with_partners(
     return found
 
 
-def _paired(rows: Iterable[tuple[Tensor, ParamInfo]], steps: Steps) -> dict[int | str, PairedParameter]:
+def _paired(rows: Iterable[tuple[Tensor, ParamInfo]], steps: ReadySteps) -> dict[int | str, PairedParameter]:
     """Return every parameter as a `PairedParameter`, by `id` and by name."""
     stepped = {id(p): (own, at, step) for own, step in steps for at, p in enumerate(own.parameters)}
     found: dict[int | str, PairedParameter] = {}

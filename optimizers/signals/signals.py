@@ -29,7 +29,7 @@ from ..recipe.recipe import Recipe, Route, slot_keys
 from ..recipe.routing import ParamInfo
 from ..step.exchange import Step
 from ..step.spikes import gradient_norm
-from ..step.step import ParamSet
+from ..step.step import ParamSet, ReadySteps
 from ..write import Constraint
 
 
@@ -487,9 +487,7 @@ class Signals:
         """
         return self.provided.get(known_signals()["loss"], parameter)
 
-    def take(
-        self, steps: Sequence[tuple[ParamSet, Step | None]], taken: int | None = None
-    ) -> list[tuple[ParamSet, Step | None]]:
+    def take(self, steps: ReadySteps, taken: int | None = None) -> ReadySteps:
         """Add the signals to the steps, and return the steps. Raise ValueError on all ranks if a signal is missing.
 
         taken: number of steps before this one. None: the largest step count of the parameters.

@@ -27,7 +27,7 @@ from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import WriteNumbers
 from .capture import never
 from .exchange import Step, StepNumbers
-from .fused import Execution, Fused, InPlaceStep, fused_adam, moments_of_adam, not_fused
+from .fused import Execution, Fused, InPlaceStep, declared_moments, fused_adam, not_fused
 from .gradients import leaves_masks
 from .program import StackStep, finite_writes, is_checked, move, require_finite
 from .traced import Program, ProgramSource, ScheduledNumbers, program_of, signal_input
@@ -124,7 +124,7 @@ def choose_execution(own: StackState, recipe: Recipe, specs: Sequence[ParamSpec]
     Raises ValueError for a program that cannot be traced or captured, and RuntimeError if no compiler is installed.
     """
     stored, of_numbers = {spec.dtype for spec in specs}, any(spec.shape == () for spec in specs)
-    moments = moments_of_adam(own)
+    moments = declared_moments(own.rule, own.stack.block)
     reason = moments and next(chain(not_fused(own, moments, recipe, of_numbers), not_in_place(own, recipe)), None)
     if moments is not None and reason is None:
         return Fused(adam=fused_adam(own, *moments))

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.stacks import BYTES_ELSEWHERE, BYTES_ON_CPU
+from eigengraft.component import dotted
 from eigengraft.numerics import (
     CHUNK_ENTRIES,
     JOINED_IN_KERNEL,
@@ -91,11 +92,6 @@ class FusedAdam:
         return replace(self, first=first, second=second, rows=rows)
 
 
-def moments_of_adam(own: StackState) -> tuple[FirstMoment, SecondMoment] | None:
-    """Return the moments that the stages of a stack declare, or None if the stages do not form Adam's chain."""
-    return declared_moments(own.rule, own.stack.block)
-
-
 def declared_moments(rule: Recipe | Route, block: tuple[int, ...]) -> tuple[FirstMoment, SecondMoment] | None:
     """Return the moments that the stages of an update declare, or None if the stages do not form Adam's chain.
 
@@ -114,7 +110,7 @@ def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> Fus
 
     first, second: the two moments that the stages of the chain declare.
     """
-    names = _slots(own, first, second)
+    names = moment_slots(own.rule, own.path, first, second)
     m, v = (own.tensors[name] for name in names)
     shapes = [grid.shape for _, grid in own.stack.grids]
     rows = [(x.view(shape), y.view(shape)) for x, y, shape in zip(m.unbind(), v.unbind(), shapes, strict=True)]
@@ -122,18 +118,13 @@ def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> Fus
     return FusedAdam(names, m, v, rows, first.beta, second.beta, second.eps, small, own.host_factors)
 
 
-def _slots(own: StackState, *moments: FirstMoment | SecondMoment) -> tuple[str, str]:
-    return moment_slots(own.rule, own.path, *moments)
-
-
 def moment_slots(rule: Recipe | Route, path: str, *moments: FirstMoment | SecondMoment) -> tuple[str, str]:
     """Return "<stage path>/<slot>" of the two moments of Adam's chain.
 
     path: path of the update in the recipe, "" or "routes.<name>".
     """
-    path = f"{path}.update" if path else "update"
     pairs = zip(rule.update, moments, strict=True)
-    first, second = (StateKey.join(f"{path}.{stage.label}", moment.slot) for stage, moment in pairs)
+    first, second = (StateKey.join(dotted(path, "update", stage.label), moment.slot) for stage, moment in pairs)
     return first, second
 
 
@@ -148,12 +139,13 @@ def not_fused(
         it.
     """
     rule, failure, device = own.rule, recipe.failure, own.stack.device
+    names = moment_slots(rule, own.path, *moments)
     reasons = {
         f"torch's fused kernels are not tried on the device '{device.type}'": device.type not in _DEVICES,
         "a single number has an owner where several ranks hold it": of_numbers,
         "its weight decay is cautious": (rule.weight_decay or recipe.weight_decay).cautious,
         "numbers of its stages are scheduled": any(True for stage in rule.update for _ in schedules(stage)),
-        "its state is coded, or more than two moments": own.tensors.keys() != {*_slots(own, *moments)},
+        "its state is coded, or more than two moments": own.tensors.keys() != {*names},
         "compiled programs apply the mask of usable gradients in one pass": rule.compile
         and leaves_masks(failure, device),
         "fake tensors have no numbers to compute with": active_fake_mode() is not None

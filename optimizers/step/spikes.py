@@ -22,10 +22,7 @@ from eigengraft.numerics import has_values, kept_on_device, may_branch_on_values
 from ..write.failure import Spike
 from .exchange import Step
 from .gradients import multiply_gradients
-from .step import ParamSet
-
-ReadySteps = Sequence[tuple[ParamSet, Step | None]]
-"""Pairs (parameter set, inputs of its step). The inputs are None if the step updates no parameter of the set."""
+from .step import ParamSet, ReadySteps
 
 
 class SpikeCounts(NamedTuple):

@@ -226,7 +226,7 @@ class ParamSet:
         return tensor.detach()[placement.parts.boxes[rank].within(placement.layout.boxes[rank])]
 
     def check_gradients(
-        self, hypers: Sequence[Hyper], loss_scale: LossScale | None = None, only: NDArray[np.bool_] | None = None
+        self, hypers: Sequence[Hyper], loss_scale: LossScale | None, only: NDArray[np.bool_] | None
     ) -> GradientCheck:
         """Begin the check of the gradients of a step.
 
@@ -422,12 +422,16 @@ class ParamSet:
             write(entries, values, scale, masks)
 
 
+ReadySteps = Sequence[tuple[ParamSet, Step | None]]
+"""Pairs (parameter set, inputs of its step). The inputs are None if the step updates no parameter of the set."""
+
+
 def prepare(
     param_sets: Iterable[ParamSet],
     hypers: Sequence[Hyper],
     loss_scale: LossScale | None = None,
     only: NDArray[np.bool_] | None = None,
-) -> list[tuple[ParamSet, Step | None]]:
+) -> ReadySteps:
     """Check the gradients of parameter sets, and return the inputs of a step of each set, None if nothing is updated.
 
     The host reads the results of all checks together, so that it waits only once for a device. Gradients are divided by

@@ -139,7 +139,7 @@ def blend(
     targets: Sequence[Tensor],
     values: Sequence[Tensor],
     weights: Sequence[float],
-    mask: Sequence[Tensor] | None = None,
+    mask: Sequence[Tensor] | None,
 ) -> None:
     """Change n targets in place:  target <- target + weight (value - target).  For weight 1 the result equals value.
 
