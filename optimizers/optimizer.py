@@ -20,7 +20,7 @@ from .checkpoint.consolidation import consolidate, divided_state, full_state
 from .checkpoint.load_plan import strict_loading
 from .checkpoint.pickling import restored, snapshot
 from .checkpoint.replaced_params import adopt_parameters
-from .inspect.reporting import ComposedOptimizer, require_expected, unfused_warning
+from .inspect.reporting import ComposedOptimizer, unfused_warning
 from .isolation import in_surroundings, isolated, isolation, kept_from_compiler, without_dynamo
 from .param_groups import (
     KNOWN_KEYS,
@@ -32,6 +32,7 @@ from .param_groups import (
     unclear_heads,
     warn_of_options,
 )
+from .recipe.expect import require_expected
 from .recipe.loading import RecipeSource, load_recipe
 from .recipe.overrides import Overrides
 from .recipe.routing import DescribedParameters, ParamInfo
@@ -127,7 +128,7 @@ class Optimizer(ComposedOptimizer):
         if PARTNER & self.param_sets.signals.asking.keys():
             require_partners(self.recipe, chain(*self.param_sets.infos))
         if self.recipe.expect:
-            require_expected(self.recipe, chain(described.others, *self.param_sets.infos))
+            require_expected(self.recipe.reached(chain(described.others, *self.param_sets.infos)))
         if not isinstance(params, DescribedParameters):  # for a model, `compose` gives these warnings, unless silenced
             for message in unclear_heads(self.recipe, self.param_sets.rows(), names_only=True):
                 warn_user(message)
@@ -169,7 +170,7 @@ class Optimizer(ComposedOptimizer):
             self.param_sets.declare_group(self.param_groups, self._known)
             if self._known is None:
                 if self.recipe.expect:
-                    require_expected(self.recipe, chain(self.param_sets.others, *self.param_sets.infos))
+                    require_expected(self.reached())
                 self.param_sets.complete(index, self.param_groups, self.state)
         except Exception:
             del self.param_groups[index:]

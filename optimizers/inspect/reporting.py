@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from eigengraft.component import components_in
-from eigengraft.errors import RecipeError, counted, name_some
+from eigengraft.errors import counted, name_some
 from eigengraft.numerics import has_fast_bfloat16
 from eigengraft.preconditioners import Stages
 from eigengraft.preconditioners.base import walk_blocks
@@ -22,9 +22,8 @@ from eigengraft.quantization.offload import available
 from eigengraft.slots import StateKey
 
 from ..isolation import isolated
-from ..recipe.expect import expected_rules, parse_expectation
+from ..recipe.expect import Reached
 from ..recipe.recipe import Recipe
-from ..recipe.routing import ParamInfo
 from ..signals.signals import steps_taken
 from ..stacks.placement import width_factors
 from ..stacks.stack import StackState
@@ -68,64 +67,6 @@ class RoutedParameter:
     width_factors: tuple[float, ...] = ()
     left_out: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Reached:
-    """The share of a model that a stage or a route receives, and the bound that the recipe expects.
-
-    key: the stage or route, as in `expect`.
-    text: the expected bound, such as ">= 90% of parameters".
-    found: number of entries, or of tensors, that the stage or route receives.
-    total: number of entries, or of tensors, of the model.
-    holds: True if `found` satisfies the bound.
-    astray: text with the largest tensors that are on the wrong side of the bound.
-    """
-
-    key: str
-    text: str
-    found: int
-    total: int
-    holds: bool
-    astray: str
-
-    @property
-    def share(self) -> str:
-        """Return a text with `found` as a percentage of `total`, and the two numbers."""
-        return f"{100 * self.found / max(self.total, 1):.3g}% ({self.found:,} of {self.total:,})"
-
-    def __str__(self) -> str:
-        return f"{self.key} {self.text}: {self.share}"
-
-
-def reached(recipe: Recipe, infos: Iterable[ParamInfo]) -> list[Reached]:
-    """Return, for each expectation of a recipe, the share of the model that its stage or route receives."""
-    if not recipe.expect:
-        return []
-    rows, rules, found_rows = [(info, *recipe.route(info)) for info in infos], recipe.rules(), []
-    for key, text in recipe.expect.items():
-        expected, paths = parse_expectation(text), expected_rules(key, rules)
-        sizes = [(path in paths, info.numel if expected.unit == "parameters" else 1) for info, path, _ in rows]
-        found, total = sum(size for there, size in sizes if there), sum(size for _, size in sizes)
-        chosen = sorted((row for row in rows if (row[1] in paths) == expected.upper), key=lambda row: -row[0].numel)
-        named = [f"{info.name or info.shape} to {path or 'update'} ({why})" for info, path, why in chosen]
-        astray = f"{'there' if expected.upper else 'elsewhere'} went {name_some(named, 3) or 'nothing'}"
-        found_rows.append(Reached(key, text, found, total, expected.holds(found, total), astray))
-    return found_rows
-
-
-def require_expected(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
-    """Raise RecipeError if the share of the model that a stage or route receives is not as the recipe expects.
-
-    The field `expect` of the recipe has the expected shares. The message names the largest parameters that violate it.
-    """
-    faults = [
-        f"expect.{row.key}: the recipe expects {row.text}, got {row.share}; {row.astray}"
-        for row in reached(recipe, infos)
-        if not row.holds
-    ]
-    if faults:
-        raise RecipeError("\n".join(faults))
 
 
 def left_out(stages: Stages, blocks: Iterable[tuple[int, ...]]) -> tuple[str, ...]:
@@ -308,7 +249,7 @@ class ComposedOptimizer(torch.optim.Optimizer):
 
     def reached(self) -> list[Reached]:
         """Return, for each entry of `expect` in the recipe, the share of the model that its stage or route receives."""
-        return reached(self.recipe, chain(self.param_sets.others, *self.param_sets.infos))
+        return self.recipe.reached(chain(self.param_sets.others, *self.param_sets.infos))
 
     def slow_products(self) -> list[str]:
         """Return a line for each device without instructions for bfloat16 products, if the recipe has such products."""

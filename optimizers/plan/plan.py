@@ -23,7 +23,7 @@ from eigengraft.numerics import compute_dtype
 from eigengraft.signals import asking
 from eigengraft.slots import Slot
 
-from ..inspect.reporting import require_expected
+from ..recipe.expect import require_expected
 from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_named
@@ -124,7 +124,7 @@ def plan(
     infos = known(parameters)
     if not infos:
         raise ValueError("plan: there are no parameters; pass pairs of name and shape, or describe_model(model)")
-    require_expected(recipe, infos)
+    require_expected(recipe.reached(infos))
     names = [info.name or f"parameter {position}" for position, info in enumerate(infos)]
     if names.count(twice := max(names, key=names.count)) > 1:
         raise ValueError(f"plan: two parameters have the name '{twice}'; give each parameter its own name")

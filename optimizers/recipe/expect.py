@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, WithJsonSchema
 
-from eigengraft.errors import did_you_mean
+from eigengraft.errors import RecipeError, did_you_mean, name_some
+
+from .routing import ParamInfo
 
 PATTERN = r"^(>=|<=|==|>|<) (\d+(\.\d+)?)(% of)? (parameters|tensors)$"
 _COMPARED: Mapping[str, Callable[[float, float], bool]] = {
@@ -93,3 +96,68 @@ def expected_rules(key: str, rules: Mapping[str, Any]) -> frozenset[str]:
         hint = did_you_mean(key, [*routes, *stages])
         raise ValueError(f"expect: '{key}' is no path, name or kind of a stage, and no route{hint}")
     return frozenset(stages[key])
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The share of a model that a stage or a route receives, and the bound that the recipe expects.
+
+    key: the stage or route, as in `expect`.
+    text: the expected bound, such as ">= 90% of parameters".
+    found: number of entries, or of tensors, that the stage or route receives.
+    total: number of entries, or of tensors, of the model.
+    holds: True if `found` satisfies the bound.
+    astray: text with the largest tensors that are on the wrong side of the bound.
+    """
+
+    key: str
+    text: str
+    found: int
+    total: int
+    holds: bool
+    astray: str
+
+    @property
+    def share(self) -> str:
+        """Return a text with `found` as a percentage of `total`, and the two numbers."""
+        return f"{100 * self.found / max(self.total, 1):.3g}% ({self.found:,} of {self.total:,})"
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.text}: {self.share}"
+
+
+def reached(
+    expect: Mapping[str, str], rules: Mapping[str, Any], routed: Sequence[tuple[ParamInfo, str, str]]
+) -> list[Reached]:
+    """Return, for each expectation of a recipe, the share of the model that its stage or route receives.
+
+    expect: expectations, by stage or route.
+    rules: update rules of the recipe by path.
+    routed: each parameter of the model with the path of its update rule, and the reason for it.
+    """
+    rows = []
+    for key, text in expect.items():
+        expected, paths = parse_expectation(text), expected_rules(key, rules)
+        sizes = [(path in paths, info.numel if expected.unit == "parameters" else 1) for info, path, _ in routed]
+        found, total = sum(size for there, size in sizes if there), sum(size for _, size in sizes)
+        chosen = sorted((row for row in routed if (row[1] in paths) == expected.upper), key=lambda row: -row[0].numel)
+        named = [f"{info.name or info.shape} to {path or 'update'} ({why})" for info, path, why in chosen]
+        astray = f"{'there' if expected.upper else 'elsewhere'} went {name_some(named, 3) or 'nothing'}"
+        rows.append(Reached(key, text, found, total, expected.holds(found, total), astray))
+    return rows
+
+
+def require_expected(rows: Iterable[Reached]) -> None:
+    """Raise RecipeError if the share of the model that a stage or route receives is not as the recipe expects.
+
+    The message names the largest parameters that violate the expectation.
+
+    rows: shares of the model, as `reached` returns them.
+    """
+    faults = [
+        f"expect.{row.key}: the recipe expects {row.text}, got {row.share}; {row.astray}"
+        for row in rows
+        if not row.holds
+    ]
+    if faults:
+        raise RecipeError("\n".join(faults))

@@ -28,7 +28,7 @@ from ..width_scaling import WidthScalingField
 from ..write import Averaging, Constraints, LineSearch, SharpnessAware
 from ..write.failure import Failure
 from ..write.write import Decoupled, WeightDecay
-from .expect import ExpectationText, expected_rules
+from .expect import ExpectationText, Reached, expected_rules, reached
 from .routing import Match, ParamInfo
 from .schema import ELSEWHERE, with_base
 
@@ -286,6 +286,10 @@ class Recipe(UpdateRule):
         needs = next((path for path, stage in rule.stages() if stage.cached_traits().matrices), None)
         choice = ViewChoice(ONE_TENSOR) if rule.entrywise() else rule.view.of(info.shape, info.facts)
         return choice.required_by(needs, info.shape)
+
+    def reached(self, infos: Iterable[ParamInfo]) -> list[Reached]:
+        """Return, for each entry of `expect`, the share of a model with these parameters that its target receives."""
+        return reached(self.expect, self.rules(), [(info, *self.route(info)) for info in infos] if self.expect else [])
 
     def rules(self) -> dict[str, Recipe | Route]:
         """Return the update rules by path: the recipe's own under "", a route's under "routes.<name>"."""
