@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eigengraft.component import dotted
 from eigengraft.errors import warn_user
 from eigengraft.numerics import upload
 from eigengraft.step_context import StepContext
@@ -472,7 +473,7 @@ def never(stacks: Sequence[StackState], recipe: Recipe) -> str | None:
         return f"there are no graphs of a device of type {device}"
     if any(own.block_group is not None for own in stacks):
         return "blocks are sent between ranks"
-    constrained = [f"{path}.constraints".lstrip(".") for path, own in recipe.rules().items() if own.constraints]
+    constrained = [dotted(path, "constraints") for path, own in recipe.rules().items() if own.constraints]
     if fields := [*["averaging"] * (recipe.averaging is not None), *constrained]:
         return (
             f"{', '.join(fields)} may use numbers that the host computes in each step, and the graph would repeat "

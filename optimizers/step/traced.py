@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from eigengraft.blocking.parameter_sums import sums_over
-from eigengraft.component import Component
+from eigengraft.component import Component, dotted
 from eigengraft.errors import ContractError, warn_user
 from eigengraft.numerics import upload
 from eigengraft.schedules import NO_POWER, Schedule, extremes, value_at, with_numbers
@@ -410,7 +410,7 @@ class Program:
             compiled = generate(self.graph, self.source.symbolic)
             compiled(self.samples())
         except Exception as error:
-            path = f"{self.source.path}.compile".lstrip(".")
+            path = dotted(self.source.path, "compile")
             needs = "on a CPU it needs a C++ compiler"
             raise RuntimeError(f"{path}: Inductor could not compile the steps: {error}; {needs}") from error
         return compiled
@@ -512,7 +512,7 @@ def program_of(source: ProgramSource) -> Program:
                 program = Program(source)
                 assert program.graph is not None
             except Exception as error:
-                path = f"{source.path}.compile".lstrip(".")
+                path = dotted(source.path, "compile")
                 raise ValueError(f"{path}: the steps of this update cannot be traced: {error}") from error
             assert program.compiled is not None
         _PROGRAMS[key] = program
@@ -522,7 +522,7 @@ def program_of(source: ProgramSource) -> Program:
 @contextmanager
 def _logged(source: ProgramSource) -> Iterator[None]:
     """Write one line to the log of `eigengraft`, at level INFO, if the compilation of a program takes long."""
-    path = f"{source.path}.compile".lstrip(".")
+    path = dotted(source.path, "compile")
     line = f"{path}: compiling program {len(_PROGRAMS) + 1}, of {source}; later processes load it from a cache on disk"
     timer = Timer(_PROGRESS_AFTER, _LOG.info, [line])
     timer.daemon = True
