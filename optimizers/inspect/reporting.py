@@ -25,7 +25,6 @@ from ..isolation import isolated
 from ..recipe.expect import Reached
 from ..recipe.recipe import Recipe
 from ..signals.signals import steps_taken
-from ..stacks.placement import width_factors
 from ..stacks.stack import StackState
 from ..state.param_sets import ParamSets
 from ..state.shown_state import own_state
@@ -240,7 +239,7 @@ class ComposedOptimizer(torch.optim.Optimizer):
                     view=view.describe(info.shape),
                     blocks=tuple(blocks),
                     state_bytes=slot_bytes(held),
-                    width_factors=tuple(dict.fromkeys(width_factors(recipe, info))),
+                    width_factors=tuple(dict.fromkeys(recipe.width_factors(info))),
                     left_out=left_out(rule.update, blocks),
                     fallbacks=slower.get(id(parameter), ()),
                 )

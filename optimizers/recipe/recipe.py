@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from eigengraft.blocking import Batches, Blocking, View, ViewChoice, Whole
+from eigengraft.blocking import Batches, Blocking, Modules, View, ViewChoice, Whole
 from eigengraft.blocking.blocks import ONE_TENSOR
 from eigengraft.component import Component, dotted
 from eigengraft.distributed.distribution import Distribution
@@ -286,6 +286,38 @@ class Recipe(UpdateRule):
         needs = next((path for path, stage in rule.stages() if stage.cached_traits().matrices), None)
         choice = ViewChoice(ONE_TENSOR) if rule.entrywise() else rule.view.of(info.shape, info.facts)
         return choice.required_by(needs, info.shape)
+
+    def width_factors(self, info: ParamInfo) -> tuple[float, ...]:
+        """Return the factors by which `width_scaling` multiplies the directions of each matrix of a parameter.
+
+        With these factors one learning rate is suitable for all widths of a model. Return () without `width_scaling`.
+
+        Raises:
+            ValueError: a factor would have no effect, or the factor of a matrix is not known.
+        """
+        if self.width_scaling is None or 0 in info.shape:
+            return ()
+        path = self.route(info)[0]
+        rule = self.rules()[path]
+        if rule.after_decay:
+            raise ValueError(
+                f"{dotted(path, 'after_decay')}: cannot be combined with width_scaling; remove one of the two"
+            )
+        for constraint in rule.constraints:
+            if constraint.sets_length():
+                raise ValueError(
+                    f"{constraint.path_in(path)}: cannot be combined with width_scaling, because the constraint sets "
+                    "the length of every update; remove one of the two"
+                )
+        matrices = self.view_of(info).matrices
+        # `view_of` gives an entry-wise update no matrices, but a factor depends on the fan-in of the module's matrices
+        if rule.entrywise():
+            convolution = info.facts.convolution is not None and isinstance(rule.view, Batches)
+            matrices = (Modules(heads=False) if convolution else rule.view).of(info.shape, info.facts).matrices
+        shapes = list(matrices.each(info.shape)) if info.shape else [()]
+        update = dotted(path, "update")
+        found = {m: self.width_scaling.factor(rule.update, info.role, m, update) for m in dict.fromkeys(shapes)}
+        return tuple(found[shape] for shape in shapes)
 
     def reached(self, infos: Iterable[ParamInfo]) -> list[Reached]:
         """Return, for each entry of `expect`, the share of a model with these parameters that its target receives."""

@@ -43,7 +43,6 @@ from .placement import (
     refresh_phases,
     refresh_units,
     refreshes,
-    width_factors,
 )
 from .rank_checks import check_construction
 from .stored_slots import block_bytes
@@ -434,7 +433,7 @@ class Assignments:
             matrices = self.recipe.view_of(info).matrices
         if rank_group is not None:
             placement = place(self.recipe, path, layout_of(parameter, rank_group), matrices)
-        kind, factors = (tuple(info.shape), dtype, parameter.device), width_factors(self.recipe, info)
+        kind, factors = (tuple(info.shape), dtype, parameter.device), self.recipe.width_factors(info)
         return ParamSpec(name, path, *kind, placement, matrices, frozen, factors, len(self._groups), rank_group)
 
     def check(self, index: int, group: Mapping[str, Any]) -> None:

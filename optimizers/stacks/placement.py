@@ -18,9 +18,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.blocking import Batches, Matrices, Modules
+from eigengraft.blocking import Matrices
 from eigengraft.blocking.blocks import ONE_TENSOR
-from eigengraft.component import dotted
 from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import is_dtensor
@@ -29,7 +28,6 @@ from eigengraft.quantization import choose_codec
 from eigengraft.signals import known_signals, requested
 
 from ..recipe.recipe import Recipe, Route, slot_keys
-from ..recipe.routing import ParamInfo
 
 
 class ParamKey(NamedTuple):
@@ -240,37 +238,6 @@ def layout_of(parameter: Tensor, rank_group: RankGroup) -> Layout:
             f"got {held}"
         )
     return layout
-
-
-def width_factors(recipe: Recipe, info: ParamInfo) -> tuple[float, ...]:
-    """Return the factors by which `width_scaling` multiplies the directions of each matrix of a parameter.
-
-    With these factors one learning rate is suitable for all widths of a model. Return () without `width_scaling`.
-
-    Raises:
-        ValueError: a factor would have no effect, or the factor of a matrix is not known.
-    """
-    if recipe.width_scaling is None or 0 in info.shape:
-        return ()
-    path = recipe.route(info)[0]
-    rule = recipe.rules()[path]
-    if rule.after_decay:
-        raise ValueError(f"{dotted(path, 'after_decay')}: cannot be combined with width_scaling; remove one of the two")
-    for constraint in rule.constraints:
-        if constraint.sets_length():
-            raise ValueError(
-                f"{constraint.path_in(path)}: cannot be combined with width_scaling, because the constraint sets the "
-                "length of every update; remove one of the two"
-            )
-    matrices = recipe.view_of(info).matrices
-    # `view_of` gives an entry-wise update no matrices, but a factor depends on the fan-in of the module's matrices
-    if rule.entrywise():
-        convolution = info.facts.convolution is not None and isinstance(rule.view, Batches)
-        matrices = (Modules(heads=False) if convolution else rule.view).of(info.shape, info.facts).matrices
-    shapes = list(matrices.each(info.shape)) if info.shape else [()]
-    update = dotted(path, "update")
-    found = {m: recipe.width_scaling.factor(rule.update, info.role, m, update) for m in dict.fromkeys(shapes)}
-    return tuple(found[shape] for shape in shapes)
 
 
 def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TENSOR) -> ParamPlacement:
