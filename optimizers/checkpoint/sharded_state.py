@@ -15,19 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from eigengraft.blocking.stacks import split_by_size
 from eigengraft.distributed.layouts import Layout, divided
 from eigengraft.distributed.rank_group import RankGroup, mesh_group
-from eigengraft.distributed.resharding import Entry, collect, gather, spread
+from eigengraft.distributed.resharding import collect, gather, spread
 from eigengraft.numerics import is_dtensor, local
 from eigengraft.quantization.base import Location
 from eigengraft.quantization.offload import HostBuffer
-from eigengraft.slots import StateKey
 
 from ..inspect.reporting import ComposedOptimizer
-from ..state.manifest import (
-    is_divided,
-    layout_of_parameter,
-    locations,
-    manifest,
-)
+from ..state.manifest import StateEntry, is_divided, layout_of_parameter, manifest
 from ..state.shown_state import host_state, own_state
 from ..step.step import ParamSet
 from ..write.averaging import Mode
@@ -58,18 +52,17 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     rank_group = _rank_group(param_set)
     entries, views = manifest(param_set), param_set.views()
     found: list[dict[str, Tensor]] = [{} for _ in entries]
-    offloaded, device = locations(param_set), param_set.local[0].device
+    device = param_set.local[0].device
     for chunk in _owned(entries):
         own = {i: views[p][key] for i, (p, key, entry) in enumerate(chunk) if entry.owner == rank_group.rank}
         sent = spread(rank_group, [entry for *_, entry in chunk], own, rank_group.mesh(device), device)
-        for (position, key, _), value in zip(chunk, sent, strict=True):
-            found[position][key] = _stored(value, _location(offloaded, position, key))
+        for (position, key, entry), value in zip(chunk, sent, strict=True):
+            found[position][key] = _stored(value, entry.location)
     for position, state in enumerate(views):
         for key, entry in entries[position].items():
             if entry.owner is None:
-                location = _location(offloaded, position, key)
                 held = state[key] if key in state else param_set.local[position].to(entry.dtype)  # an empty shard
-                found[position][key] = _as_parameter(held, param_set, position, location)
+                found[position][key] = _as_parameter(held, param_set, position, entry.location)
     return found
 
 
@@ -78,7 +71,7 @@ PIECE = 1 << 26
 memory as the state, which offloading saves, and more than 64 MiB would hardly be faster."""
 
 
-def _owned(entries: Sequence[Mapping[str, Entry]]) -> Iterator[list[tuple[int, str, Entry]]]:
+def _owned(entries: Sequence[Mapping[str, StateEntry]]) -> Iterator[list[tuple[int, str, StateEntry]]]:
     """Yield lists of state tensors with an owner, as (position of the parameter, key, entry).
 
     Ranks exchange the tensors of a list together.
@@ -90,11 +83,6 @@ def _owned(entries: Sequence[Mapping[str, Entry]]) -> Iterator[list[tuple[int, s
         if entry.owner is not None
     )
     return split_by_size(sizes, PIECE)
-
-
-def _location(offloaded: Mapping[tuple[int, str], Location], position: int, key: str) -> Location | None:
-    """Return the location of an offloaded state tensor, or None if it is stored on the device of its parameter."""
-    return offloaded.get((position, str(StateKey.parse(key)._replace(part="")))) if offloaded else None
 
 
 def _stored(value: Tensor, location: Location | None) -> Tensor:
@@ -126,13 +114,13 @@ def local_state(
     entries = manifest(param_set, mode)
     saved = [bool(own_state(values[parameter])) for parameter in param_set.parameters]
     entries = [own if there else {} for own, there in zip(entries, saved, strict=True)]
-    offloaded, device, parameters = locations(param_set), param_set.local[0].device, param_set.parameters
+    device, parameters = param_set.local[0].device, param_set.parameters
     found: dict[Tensor, dict[str, Any]] = {p: host_state(values[p]) for p in parameters}
     for chunk in _owned(entries):
         shared = [_evenly(values[parameters[position]][key], rank_group, device) for position, key, _ in chunk]
         for index, value in collect(rank_group, [entry for *_, entry in chunk], shared, device).items():
-            position, key, _ = chunk[index]
-            found[parameters[position]][key] = _stored(value, _location(offloaded, position, key))
+            position, key, entry = chunk[index]
+            found[parameters[position]][key] = _stored(value, entry.location)
     for position, (parameter, own) in enumerate(zip(param_set.parameters, param_set.views(mode), strict=True)):
         for key, entry in entries[position].items():
             if entry.owner is None and key in own:
