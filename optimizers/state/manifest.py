@@ -1,4 +1,4 @@
-"""The manifest of a parameter set: shape, dtype, owner and location of every state tensor. All ranks have the same manifest."""
+"""The manifest of a parameter set: shape, dtype, owner and location of every state tensor, equal on all ranks."""
 
 from __future__ import annotations
 
