@@ -8,7 +8,6 @@ import pytest
 
 from eigengraft import load_recipe, shipped_recipes
 from eigengraft.optimizers.signals import OWN
-from eigengraft.optimizers.signals.signals import listeners
 from eigengraft.preconditioners import walk
 from eigengraft.signals import requested
 
@@ -47,7 +46,7 @@ def cover(names: Iterable[str]) -> tuple[str, ...]:
 
 def alone(name: str) -> bool:
     """Whether steps of a recipe take gradients alone, and no signal that a model or a training loop must provide."""
-    asked = [own for rule in loaded(name).rules().values() for _, own in listeners(rule, "")]
+    asked = [own for rule in loaded(name).rules().values() for _, own in rule.listeners("")]
     some = {signal for own in asked for what in ("some", "first") for signal in getattr(own, f"requires_{what}", ())}
     return some.union(*(requested(own) for own in asked)) <= OWN
 

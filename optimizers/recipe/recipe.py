@@ -65,6 +65,11 @@ class UpdateRule(Component):
         for here, stage in self._all_stages:
             yield dotted(path, here), stage
 
+    def listeners(self, path: str) -> Iterator[tuple[str, Any]]:
+        """Yield (dotted path, stage or constraint) of every part of the rule that may request signals."""
+        yield from self.stages(path)
+        yield from ((own.path_in(path), own) for own in self.constraints)
+
     def cadences(self, path: str = "") -> dict[str, Cadence]:
         """Return the cadence of each stage that has refreshes, by dotted path of the stage."""
         found = ((here, stage.cadence()) for here, stage in self.stages(path))

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,24 +24,11 @@ from eigengraft.schedules import component_at, schedules, value_at
 from eigengraft.signals import PARTNER, SIDES, Signal, asking, follows_run, known_signals
 from eigengraft.slots import StateKey
 
-from ..recipe.recipe import Recipe, Route, slot_keys
+from ..recipe.recipe import Recipe, slot_keys
 from ..recipe.routing import ParamInfo
 from ..step.exchange import Step
 from ..step.spikes import gradient_norm
 from ..step.step import ParamSet, ReadySteps
-from ..write import Constraint
-
-
-def listeners(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, stage or constraint) of every part of an update rule that may request signals."""
-    yield from rule.stages(path)
-    yield from constraints(rule, path)
-
-
-def constraints(rule: Recipe | Route, path: str) -> Iterator[tuple[str, Constraint]]:
-    """Yield (dotted path, constraint) of every constraint of an update rule."""
-    yield from ((constraint.path_in(path), constraint) for constraint in rule.constraints)
-
 
 MISSING, SOME, ALL = 0.0, 1.0, 2.0
 """How complete the values of a signal are on a rank. MISSING: a required value is missing. SOME: only optional values
@@ -335,12 +321,12 @@ class Signals:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self._rules, self.paused = recipe, recipe.rules(), False
-        self.asking = asking(pair for where, rule in self._rules.items() for pair in listeners(rule, where))
+        self.asking = asking(pair for where, rule in self._rules.items() for pair in rule.listeners(where))
         if recipe.failure.spike is not None and recipe.failure.spike.measure == "loss":
             self.asking.setdefault("loss", "failure.spike")
-        bound = [own for where, rule in self._rules.items() for own in constraints(rule, where)]
+        bound = [(own.path_in(where), own) for where, rule in self._rules.items() for own in rule.constraints]
         self.somewhere = {name: path for path, own in reversed(bound) for name in own.requires_some}
-        self.asked = {where: asking(listeners(rule, where)) for where, rule in self._rules.items()}
+        self.asked = {where: asking(rule.listeners(where)) for where, rule in self._rules.items()}
         self.provided, self.open_first = Provided(), dict[str, set[str]]()
         for path, rule in self._rules.items():
             for request in chain.from_iterable(stage.requests for _, stage in rule.stages(path)):
@@ -368,7 +354,7 @@ class Signals:
         path: path of the update rule.
         step: step count of a parameter in that step.
         """
-        asks = [own.signals_at(step) for _, own in listeners(self._rules[path], path)]
+        asks = [own.signals_at(step) for _, own in self._rules[path].listeners(path)]
         return frozenset().union(*asks)
 
     def takers(self, name: str, rows: Iterable[tuple[Tensor, ParamInfo]]) -> set[int]:
@@ -405,7 +391,7 @@ class Signals:
         """
         if name not in self.asked[path]:
             return False
-        own = [listener for _, listener in listeners(self._rules[path], path)]
+        own = [listener for _, listener in self._rules[path].listeners(path)]
         return name in self.needed(path, step) or any(
             request.optional and request.name == name for listener in own for request in listener.requests
         )
@@ -438,10 +424,7 @@ class Signals:
         self._follow_first(param_sets)
         known = OWN | {"loss"} | self.provided.sources.keys() | self.provided.names
         asked = [
-            request
-            for path, rule in self._rules.items()
-            for _, own in listeners(rule, path)
-            for request in own.requests
+            request for path, rule in self._rules.items() for _, own in rule.listeners(path) for request in own.requests
         ]
         needed = {request.name for request in asked if not request.optional} | self.open_first.keys()
         left = {name: path for name, path in self.asking.items() if name not in known}
