@@ -87,6 +87,7 @@ class StackState:
     step_watch: Watch | None = field(default=None, init=False)
     refreshes: StackRefreshes | None = field(default=None, init=False, repr=False)
     _failing: HostCopy | None = field(default=None, init=False, repr=False)
+    _parameter_rows: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False)
     _selected: tuple[NDArray[np.bool_], ActiveBlocks] | None = field(default=None, init=False, repr=False)
     fresh: InitVar[FreshCodes | None] = None
 
@@ -255,7 +256,18 @@ class StackState:
         tensors: the new tensors, by name.
         """
         self.tensors.update(tensors)
-        self.__dict__.pop("entries", None)  # views of the former tensors
+        self.__dict__.pop("entries", None)  # views of the former tensors, as the rows
+        self._parameter_rows.clear()
+
+    def parameter_rows(self, name: str) -> list[Tensor]:
+        """Return a state tensor as one view for each block, in the shape of the parameter that the block is.
+
+        name: name of a state tensor with the shape of the block. The views are cached.
+        """
+        if name not in self._parameter_rows:
+            rows = zip(self.tensors[name].unbind(), self.stack.grids, strict=True)
+            self._parameter_rows[name] = [row.view(grid.shape) for row, (_, grid) in rows]
+        return self._parameter_rows[name]
 
     @cached_property
     def all_blocks(self) -> ActiveBlocks:

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -60,36 +59,15 @@ class FusedAdam:
     """Adam's chain of one stack.
 
     names: names of the moments m and v among the tensors of the stack.
-    first, second: the moments m and v of the stack's N blocks, `[N, *block]` each.
-    rows: m and v of each block, as views in the shape of its parameter.
-    beta1, beta2, eps: constants of Adam's formula.
+    constants: numbers that blocks of one kernel call share: beta1, beta2, eps, and the dtype of the moments.
     small: True if the blocks are so small that they are copied into one tensor and updated together.
     factors: `[N]`, factor by which the learning rate of each block is multiplied; None: 1 for all.
     """
 
     names: tuple[str, str]
-    first: Tensor
-    second: Tensor
-    rows: Sequence[tuple[Tensor, Tensor]]
-    beta1: float
-    beta2: float
-    eps: float
+    constants: tuple[float, float, float, torch.dtype]
     small: bool
-    factors: tuple[float, ...] | None = None
-
-    @cached_property
-    def constants(self) -> tuple[float, float, float, torch.dtype]:
-        """Numbers that blocks of one kernel call share: beta1, beta2, eps, and the dtype of the state."""
-        return self.beta1, self.beta2, self.eps, self.first.dtype
-
-    def at(self, tensors: Mapping[str, Tensor]) -> FusedAdam:
-        """Return this chain with the moments in `tensors`. Offloaded moments are other tensors in every step."""
-        first, second = tensors[self.names[0]], tensors[self.names[1]]
-        if first is self.first:
-            return self
-        moments = zip(first.unbind(), second.unbind(), self.rows, strict=True)
-        rows = [(m.view(old.shape), v.view(old.shape)) for m, v, (old, _) in moments]
-        return replace(self, first=first, second=second, rows=rows)
+    factors: tuple[float, ...] | None
 
 
 def declared_moments(rule: Recipe | Route, block: tuple[int, ...]) -> tuple[FirstMoment, SecondMoment] | None:
@@ -104,18 +82,16 @@ def declared_moments(rule: Recipe | Route, block: tuple[int, ...]) -> tuple[Firs
 
 
 def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> FusedAdam:
-    """Return the moments and constants of a stack's Adam chain, from which calls of a fused kernel are made.
+    """Return the constants of a stack's Adam chain, from which calls of a fused kernel are made.
 
     The caller has checked that a fused kernel can compute the chain (`not_fused`).
 
     first, second: the two moments that the stages of the chain declare.
     """
     names = moment_slots(own.rule, own.path, first, second)
-    m, v = (own.tensors[name] for name in names)
-    shapes = [grid.shape for _, grid in own.stack.grids]
-    rows = [(x.view(shape), y.view(shape)) for x, y, shape in zip(m.unbind(), v.unbind(), shapes, strict=True)]
-    small = own.stack.device.type == "cpu" and math.prod(own.stack.block) < JOINED_IN_KERNEL and len(rows) > 1
-    return FusedAdam(names, m, v, rows, first.beta, second.beta, second.eps, small, own.host_factors)
+    small = math.prod(own.stack.block) < JOINED_IN_KERNEL and len(own.stack.param_ids) > 1
+    constants = first.beta, second.beta, second.eps, own.tensors[names[0]].dtype
+    return FusedAdam(names, constants, small and own.stack.device.type == "cpu", own.host_factors)
 
 
 def moment_slots(rule: Recipe | Route, path: str, *moments: FirstMoment | SecondMoment) -> tuple[str, str]:
@@ -200,8 +176,8 @@ class _Copies:
         usable = whole = mask[blocks.param_index]
         if blocks.places is not None:
             whole = mask[blocks.stack_state.all_blocks.param_index]
-        moments = [(x, x.clone()) for x in (adam.first, adam.second)]
-        return cls(usable, held, stacked_copies(held), per_block(whole, adam.first), moments)
+        moments = [(x, x.clone()) for x in (blocks.stack_state.tensors[name] for name in adam.names)]
+        return cls(usable, held, stacked_copies(held), per_block(whole, moments[0][0]), moments)
 
     @property
     def nbytes(self) -> int:
@@ -404,12 +380,13 @@ class InPlaceStep:
         if adam.small and blocks.places is None and len(calls) == 1:
             # contiguous, because joining tensors in the format channels_last gives that format
             ours, given = stack.gather(self.held).contiguous(), self.step.gather(blocks).contiguous()
-            calls[0][1].add_stack(held, (ours, given, adam.first, adam.second))
+            first, second = (blocks.stack_state.tensors[name] for name in adam.names)
+            calls[0][1].add_stack(held, (ours, given, first, second))
             return True
-        places = blocks.row_numbers
+        places, (m, v) = blocks.row_numbers, map(blocks.stack_state.parameter_rows, adam.names)
         for rows, call in calls:
             for row in rows:
-                call.add(held[row], gradients[stack.positions[row]], *adam.rows[places[row]])
+                call.add(held[row], gradients[stack.positions[row]], m[places[row]], v[places[row]])
         return True
 
     def run(self) -> None:
@@ -459,7 +436,7 @@ class InPlaceStep:
                 if own not in self._calls:
                     shrink = scale.shrink if after and decay else None
                     at = self.step.step_numbers.count(blocks.stack_state, step)
-                    self._calls[own] = _Call(own, lr if factor == 1 else lr * factor, shrink, adam.first.device, at)
+                    self._calls[own] = _Call(own, lr if factor == 1 else lr * factor, shrink, blocks.stack.device, at)
                 self._found[key] = self._calls[own]
         return self._found[key]
 
@@ -516,4 +493,4 @@ class Fused(Execution):
     by_parameter = True
 
     def update(self, blocks: ActiveBlocks, step: InPlaceStep) -> bool:
-        return step.add(self.adam.at(blocks.stack_state.tensors), blocks)
+        return step.add(self.adam, blocks)
