@@ -138,7 +138,7 @@ def step_traffic(
     block_groups: Sequence[BlockGroup],
     layouts: Sequence[Layout],
     plain: bool,
-    groups: int = 1,
+    groups: int,
 ) -> dict[str, Traffic]:
     """Return the traffic of a step by purpose.
 

@@ -173,19 +173,19 @@ class RankChecks:
 
     rank_group: ranks that divide the work on the parameters. Its `all_ranks` include other groups with the same work.
     linear: P flags, True for parameters whose updates square no gradient. Gradients of these parameters need only be
-        finite; gradients of all other parameters must have finite squares. None: all flags are False.
+        finite; gradients of all other parameters must have finite squares.
     failed: positions of parameters whose roots failed too often on this rank. At the next step all ranks raise an error
         for them.
     """
 
     def __init__(
-        self, rank_group: RankGroup, specs: Sequence[ParamSpec], failure: Failure, linear: Sequence[bool] | None = None
+        self, rank_group: RankGroup, specs: Sequence[ParamSpec], failure: Failure, linear: Sequence[bool]
     ) -> None:
         self.rank_group, self.failure, self.names = rank_group, failure, [spec.name for spec in specs]
         self.checked, self.failed = CheckedSums(rank_group.all_ranks), set[int]()
         self._surveys, self._device = 0, specs[0].device
         placements = [spec.placement for spec in specs if spec.placement is not None]
-        groups, linear = rank_group.all_ranks.size // rank_group.size, linear or [False] * len(specs)
+        groups = rank_group.all_ranks.size // rank_group.size
         dtypes = [torch.float64 if own else compute_dtype(x.dtype) for x, own in zip(specs, linear, strict=True)]
         self._dtypes, self._largest = dtypes, _row(torch.finfo(dtype).max for dtype in dtypes)
         self._held = _row(groups * placement.layout.copies for placement in placements)

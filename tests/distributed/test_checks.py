@@ -215,7 +215,7 @@ def two_ranks(layout: Layout) -> RankChecks:
     recipe, ranks = load_recipe("shampoo"), Alike([torch.zeros(0)])
     spec = ParamSpec("w", "", (2, 2), torch.float32, CPU, place(recipe, "", layout))
     group = SimpleNamespace(all_ranks=ranks, rank=0, size=2)
-    return RankChecks(cast(RankGroup, group), [spec], recipe.failure)
+    return RankChecks(cast(RankGroup, group), [spec], recipe.failure, [False])
 
 
 def survey(own: RankChecks, gradient: Tensor) -> RankSurvey:
