@@ -45,9 +45,8 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
             f"state_dict: the param groups of torch's optimizer have sizes {sizes[1]}, and those of this optimizer "
             f"have {sizes[0]}; give both the same groups"
         )
-    for place, (own, theirs) in enumerate(zip(found["param_groups"], groups, strict=True)):
-        keys = zip(own["params"], theirs["params"], optimizer.param_sets.infos[place], strict=True)
-        for (index, other, info), name in zip(keys, optimizer.param_sets.labels(place), strict=True):
+    for own, theirs, made in zip(found["param_groups"], groups, optimizer.param_sets.groups, strict=True):
+        for index, other, info, name in zip(own["params"], theirs["params"], made.infos, made.names, strict=True):
             moments = state_dict["state"].get(other)
             if not moments:  # the parameter has had no gradient
                 continue

@@ -95,9 +95,9 @@ def _require_alike(saved: Recipe, wanted: Recipe) -> None:
 def _fresh_copy(optimizer: Optimizer, recipe: Recipe) -> Optimizer:
     """Return an optimizer of the same parameters with another recipe and new state."""
     infos, groups = {}, []
-    for index, group in enumerate(optimizer.param_groups):
+    for group, made in zip(optimizer.param_groups, optimizer.param_sets.groups, strict=True):
         names = group.get("param_names")
         params = list(zip(names, group["params"], strict=True)) if names else group["params"]
         groups.append({"params": params, "lr": group["lr"], "weight_decay": group["weight_decay"]})
-        infos.update({id(p): info for p, info in zip(group["params"], optimizer.param_sets.infos[index], strict=True)})
+        infos.update({id(p): info for p, info in zip(group["params"], made.infos, strict=True)})
     return Optimizer(DescribedParameters(groups, infos), recipe.replace(distribution=Distribution(mode="local")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -124,11 +123,11 @@ class Optimizer(ComposedOptimizer):
             self.param_sets.complete(0, self.param_groups, self.state)
         self._warn_of_fused("Optimizer")
         if not all(route.optional for route in self.recipe.routes):
-            require_matches(self.recipe, chain(described.others, *self.param_sets.infos))
+            require_matches(self.recipe, [*described.others, *self.param_sets.infos])
         if PARTNER & self.param_sets.signals.asking.keys():
-            require_partners(self.recipe, chain(*self.param_sets.infos))
+            require_partners(self.recipe, self.param_sets.infos)
         if self.recipe.expect:
-            require_expected(self.recipe.reached(chain(described.others, *self.param_sets.infos)))
+            require_expected(self.recipe.reached([*described.others, *self.param_sets.infos]))
         if not isinstance(params, DescribedParameters):  # for a model, `compose` gives these warnings, unless silenced
             for message in unclear_heads(self.recipe, self.param_sets.rows(), names_only=True):
                 warn_user(message)
@@ -398,7 +397,7 @@ class Optimizer(ComposedOptimizer):
         Returns:
             True if any part of the recipe requests the signal.
         """
-        return self.param_sets.signals.provide(name, value, chain.from_iterable(self.param_sets.parameters))
+        return self.param_sets.signals.provide(name, value, self.param_sets.parameters)
 
     def unprovided_signals(self) -> list[tuple[str, str, bool]]:
         """Return the requested signals that have no source.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -74,8 +73,8 @@ def consolidate(optimizer: ComposedOptimizer, to: int) -> None:
             full = full_tensors([own[key] for _, own in pairs for key in sorted(own)])
             for (parameter, key), value in zip(keys, full, strict=True):
                 found[parameter].update({key: value.detach().to("cpu", copy=True)} if here else {})
-    ordered = chain.from_iterable(optimizer.param_sets.parameters)
-    state = {index: found[parameter] for index, parameter in enumerate(ordered) if parameter in found}
+    ordered = enumerate(optimizer.param_sets.parameters)
+    state = {index: found[parameter] for index, parameter in ordered if parameter in found}
     optimizer.param_sets.consolidated = {"state": state} if here else ShardedStateDict(state={})
 
 
@@ -84,10 +83,10 @@ def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dic
 
     torch calls this hook after it has made the state dict.
     """
-    for saved, infos in zip(state_dict["param_groups"], optimizer.param_sets.infos, strict=True):
+    for saved, group in zip(state_dict["param_groups"], optimizer.param_sets.groups, strict=True):
         if "param_names" in saved:
             # A parameter without a name keeps the name that a loaded checkpoint has for it.
-            given = zip(infos, saved["param_names"], strict=True)
+            given = zip(group.infos, saved["param_names"], strict=True)
             saved["param_names"] = [info.name or name for info, name in given]
     if (consolidated := optimizer.param_sets.consolidated) is not None:
         return type(consolidated)({**state_dict, **consolidated})

@@ -20,7 +20,7 @@ from eigengraft.slots import FORMAT, StateKey
 
 from ..inspect.reporting import ComposedOptimizer
 from ..state.manifest import manifest
-from ..state.param_sets import StateValues
+from ..state.param_sets import Batch, StateValues
 from ..state.shown_state import host_state, is_host_key, own_state
 from ..step.step import ParamSet
 from ..write.averaging import Mode
@@ -41,7 +41,7 @@ class LoadPlan:
     """
 
     mode: Mode
-    batches: list[tuple[list[ParamSet], StateValues]]
+    batches: list[tuple[Sequence[ParamSet], StateValues]]
     state: defaultdict[Tensor, Any]
     extra: dict[Any, Any]
     rest: dict[str, Any]
@@ -55,20 +55,15 @@ class LoadPlan:
         """
         _require_state_dict(state_dict)
         saved = state_dict["param_groups"]
-        keys, change = compare_groups(optimizer.param_groups, optimizer.param_sets.infos, saved)
+        keys, change = compare_groups(optimizer.param_groups, [own.infos for own in optimizer.param_sets.groups], saved)
         mode = saved_mode(saved, optimizer.recipe.averaging is not None)
         known = {index for group in saved for index in group["params"]}
         others = {index: own for index, own in state_dict["state"].items() if index not in known}
         extra = {index: own for index, own in others.items() if not isinstance(own, Mapping)}
         faults = [f"state for an unknown parameter {index!r}" for index in others if index not in extra]
-        batches = []
-        for batch in range(len(optimizer.param_sets.batches)):
-            rows = [
-                (optimizer.param_groups[index]["params"], keys[index])
-                for index in optimizer.param_sets.groups_of(batch)
-            ]
-            pairs = [pair for parameters, own in rows for pair in zip(parameters, own, strict=True)]
-            values = {parameter: _as_saved(parameter, state_dict["state"].get(key, {})) for parameter, key in pairs}
+        batches, ordered = [], chain.from_iterable(keys)
+        for batch in optimizer.param_sets.batches:
+            values = {p: _as_saved(p, state_dict["state"].get(next(ordered), {})) for p in batch.parameters}
             batches.append((_fitting(optimizer, batch, values), values))
             faults += [fault for param_set in batches[-1][0] for fault in _set_faults(param_set, values, mode)]
         param_sets = [*optimizer.param_sets, *(one for own, _ in batches for one in own)]
@@ -91,7 +86,7 @@ class LoadPlan:
             group.setdefault("iterate", "train")
             group["recipe"] = optimizer.recipe.to_json()
         optimizer.param_sets.read_spikes(optimizer.param_groups)
-        for batch, (param_sets, values) in enumerate(self.batches):
+        for batch, (param_sets, values) in zip(optimizer.param_sets.batches, self.batches, strict=True):
             optimizer.param_sets.install(batch, param_sets, self.state, self.mode, values)
 
 
@@ -151,7 +146,7 @@ def _as_saved(parameter: Tensor, state: Any) -> Any:
     return {**state, **others, **({"step": torch.tensor(step, dtype=torch.int64, device="cpu")} if plain else {})}
 
 
-def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, Any]) -> list[ParamSet]:
+def _fitting(optimizer: ComposedOptimizer, batch: Batch, values: Mapping[Tensor, Any]) -> Sequence[ParamSet]:
     """Return the parameter sets of a batch of param groups.
 
     If parameters were frozen or thawed since the save, the parameters with saved state are not those in the sets. The
@@ -159,13 +154,13 @@ def _fitting(optimizer: ComposedOptimizer, batch: int, values: Mapping[Tensor, A
 
     values: saved state of each parameter of the batch.
     """
-    built, saved = optimizer.param_sets.built[batch], {id(p) for p in values if not _is_absent(values[p])}
-    if saved == {id(p) for one in built for p in one.parameters}:
-        return built
+    saved = {id(p) for p in values if not _is_absent(values[p])}
+    if saved == {id(p) for one in batch.sets for p in one.parameters}:
+        return batch.sets
     return optimizer.param_sets.build(batch, saved | {id(p) for p in values if p.requires_grad})
 
 
-def _local_values(param_sets: list[ParamSet], values: StateValues, mode: Mode) -> StateValues:
+def _local_values(param_sets: Sequence[ParamSet], values: StateValues, mode: Mode) -> StateValues:
     """Return the saved state of each parameter as the tensors that this rank stores: shards if the state is sharded.
 
     Raises ValueError if quantized slots have another format.
@@ -207,7 +202,7 @@ def _refuse(
         raise ValueError(message)
 
 
-def _fresh_warning(batches: Sequence[tuple[list[ParamSet], Mapping[Tensor, Any]]]) -> str:
+def _fresh_warning(batches: Sequence[tuple[Sequence[ParamSet], Mapping[Tensor, Any]]]) -> str:
     """Return the warning about parameters without saved state, such as frozen ones, or "" if there are none."""
     fresh = [
         name

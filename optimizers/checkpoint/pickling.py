@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -26,10 +26,10 @@ def snapshot(optimizer: ComposedOptimizer) -> dict[str, Any]:
         "state": optimizer.state,
         "recipe": param_sets.recipe,
         "checked": param_sets.checked,
-        "infos": param_sets.infos,
-        "frozen": param_sets.frozen(),
+        "infos": [group.infos for group in param_sets.groups],
+        "frozen": [[spec.frozen for spec in group.specs] for group in param_sets.groups],
         "others": param_sets.others,
-        "batches": param_sets.batches,
+        "batches": [*accumulate(len(batch.groups) for batch in param_sets.batches)],
         "skipped": param_sets.skipped(),
     }
 
@@ -59,7 +59,7 @@ def _build(optimizer: ComposedOptimizer, saved: dict[str, Any], state: defaultdi
             param_sets.declare(groups[index]["params"], saved["infos"][index], saved["frozen"][index])
         param_sets.assign(first)
     wanted = {id(p) for group in groups for p in group["params"] if own_state(saved["state"].get(p))}
-    for batch in range(len(param_sets.batches)):
+    for batch in param_sets.batches:
         param_sets.install(batch, param_sets.build(batch, wanted), state, groups[0]["iterate"], saved["state"])
     param_sets.read_spikes(groups)
     for param_set in param_sets:

@@ -51,8 +51,8 @@ def _rebuild(optimizer: ComposedOptimizer) -> None:
     param_sets.resolve_deferred()
     fresh = ParamSets(param_sets.recipe, param_sets.checked, param_sets.others)
     state = defaultdict[Any, Any](dict, {key: own for key, own in optimizer.state.items() if not torch.is_tensor(key)})
-    for index, group in enumerate(groups):
-        fresh.declare(group["params"], param_sets.infos[index])
+    for group, made in zip(groups, param_sets.groups, strict=True):
+        fresh.declare(group["params"], made.infos)
     fresh.complete(0, groups, state)
     fresh.signals.provided = param_sets.signals.provided
     inherit_counts(fresh, param_sets)
@@ -67,16 +67,15 @@ def _stepped(param_sets: ParamSets) -> bool:
 
 
 def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -> None:
-    if len(groups) != len(param_sets.parameters):
-        made = len(param_sets.parameters)
+    if len(groups) != len(param_sets.groups):
         raise ValueError(
-            f"param_groups: the optimizer was made with {made} groups and now has {len(groups)}; add a group with "
-            "optimizer.add_param_group"
+            f"param_groups: the optimizer was made with {len(param_sets.groups)} groups and now has {len(groups)}; add "
+            "a group with optimizer.add_param_group"
         )
     stepped = _stepped(param_sets)
-    for index, (group, own, infos) in enumerate(zip(groups, param_sets.parameters, param_sets.infos, strict=True)):
-        found, names = group["params"], param_sets.labels(index)
-        matrices = [name for name, info in zip(names, infos, strict=True) if len(info.shape) > 1]
+    for index, (group, made) in enumerate(zip(groups, param_sets.groups, strict=True)):
+        found, own, names = group["params"], made.parameters, made.names
+        matrices = [name for name, info in zip(names, made.infos, strict=True) if len(info.shape) > 1]
         _require_no_pieces(found, dict(zip(names, own, strict=True)), matrices)
         if len(found) != len(own):
             hint = (
@@ -99,7 +98,7 @@ def _require_alike(groups: Sequence[Mapping[str, Any]], param_sets: ParamSets) -
                 "before the first step and before load_state_dict, or compose an optimizer of the new parameters and "
                 "load the state dict into it"
             )
-        for name, new, info in zip(names, found, infos, strict=True):
+        for name, new, info in zip(names, found, made.infos, strict=True):
             if tuple(new.shape) != info.shape:
                 raise ValueError(
                     f"{name}: the optimizer was composed with a parameter of shape {info.shape}, and its param group "

@@ -224,15 +224,15 @@ class ComposedOptimizer(torch.optim.Optimizer):
         sets, recipe, rows, slower = self.param_sets, self.recipe, [], dict[int, tuple[str, ...]]()
         for each in sets:
             slower.update({id(each.parameters[position]): why for position, why in fallbacks(each).items()})
-        for index, infos in enumerate(sets.infos):
-            for parameter, info, label in zip(sets.parameters[index], infos, sets.labels(index), strict=True):
+        for group in sets.groups:
+            for parameter, info, name in zip(group.parameters, group.infos, group.names, strict=True):
                 (route, reason), view, held = recipe.route(info), recipe.view_of(info), self.state.get(parameter, {})
                 rule = recipe.rules()[route]
                 blocks = [grid.shape for grid in rule.blocking.grids(info.shape, view.matrices) for _ in grid.keys]
                 if not parameter.requires_grad and not own_state(held):
                     reason += "; frozen, no state"
                 row = RoutedParameter(
-                    name=label,
+                    name=name,
                     shape=info.shape,
                     route=route,
                     reason=reason,
@@ -248,7 +248,7 @@ class ComposedOptimizer(torch.optim.Optimizer):
 
     def reached(self) -> list[Reached]:
         """Return, for each entry of `expect` in the recipe, the share of the model that its stage or route receives."""
-        return self.recipe.reached(chain(self.param_sets.others, *self.param_sets.infos))
+        return self.recipe.reached([*self.param_sets.others, *self.param_sets.infos])
 
     def slow_products(self) -> list[str]:
         """Return a line for each device without instructions for bfloat16 products, if the recipe has such products."""
@@ -340,18 +340,18 @@ class ComposedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         recipe, sets = self.recipe, self.param_sets
-        routes = Counter(recipe.route(info)[0] or "update" for infos in sets.infos for info in infos)
+        routes = Counter(recipe.route(info)[0] or "update" for info in sets.infos)
         where = ", ".join(f"{count} parameter{'s' * (count != 1)} by {path}" for path, count in routes.items())
         lines = [f"Optimizer(recipe={recipe.name or 'unnamed'}: {where}"]
-        heads = [f"{info.name} ({info.why})" for infos in sets.infos for info in infos if info.role == "head"]
-        heads = heads or [f"none found, perhaps {info.name}" for own in sets.infos for info in own if info.unclear]
+        heads = [f"{info.name} ({info.why})" for info in sets.infos if info.role == "head"]
+        heads = heads or [f"none found, perhaps {info.name}" for info in sets.infos if info.unclear]
         if heads and any("head" in route.match.role for route in recipe.routes):
             lines.append(f"  output heads: {name_some(heads, 3)}")
         if recipe.averaging is not None:
             kind = getattr(recipe.averaging, "kind")  # noqa: B009  every member has a kind, the family has none
             lines.append(f"  averaging: {kind}, the parameters hold the iterate to {self.iterate}")
         for index, group in enumerate(self.param_groups):
-            routes = Counter(recipe.route(info)[0] or "update" for info in sets.infos[index])
+            routes = Counter(recipe.route(info)[0] or "update" for info in sets.groups[index].infos)
             where = ", ".join(f"{count} by {path}" for path, count in routes.items())
             rates = f"lr={float(group['lr']):g}, weight_decay={float(group['weight_decay']):g}"
             lines.append(f"  group {index}: {counted(len(group['params']), 'parameter')} ({where}), {rates}")

@@ -131,8 +131,8 @@ class GradientSums(ABC):
 
         Frameworks may replace these parameters later; `parameter` returns the present one.
         """
-        for index, parameters in enumerate(self.optimizer.param_sets.parameters):
-            yield from ((id(parameter), (index, at)) for at, parameter in enumerate(parameters))
+        for index, group in enumerate(self.optimizer.param_sets.groups):
+            yield from ((id(parameter), (index, at)) for at, parameter in enumerate(group.parameters))
 
     def takers(self) -> dict[int, ParamPlace]:
         """Return the position of each parameter whose update requests this signal, by id of the parameter."""

@@ -82,7 +82,7 @@ class Composition:
         """(update rule, path of the rule, shape of a block) for distinct blocks of the model, on all ranks."""
         recipe, found = self.optimizer.recipe, dict[tuple[str, tuple[int, ...]], Recipe | Route]()
         rules = recipe.rules()
-        for info in chain.from_iterable(self.optimizer.param_sets.infos):
+        for info in self.optimizer.param_sets.infos:
             path, matrices = recipe.route(info)[0], recipe.view_of(info).matrices
             for grid in rules[path].blocking.grids(info.shape, matrices):
                 if grid.keys:
@@ -143,8 +143,8 @@ def _large_state(composed: Composition) -> Iterator[str]:
     """
     optimizer = composed.optimizer
     sets, costly = optimizer.param_sets, list[tuple[float, str, tuple[int, ...]]]()
-    labels = chain.from_iterable(sets.labels(index) for index in range(len(sets.parameters)))
-    for name, parameter in zip(labels, chain(*sets.parameters), strict=True):
+    rows = (row for group in sets.groups for row in zip(group.names, group.parameters, strict=True))
+    for name, parameter in rows:
         size = sum(stored.nbytes for stored in own_state(optimizer.state.get(parameter)).values())
         if size > max(2**20, _MOST * parameter.numel()):
             costly.append((size / parameter.numel(), name, tuple(parameter.shape)))
@@ -167,8 +167,8 @@ def _normalized_vectors(composed: Composition) -> Iterator[str]:
         (stage for stage in recipe.update if (own := stage.cached_traits((2, 2))).matrices and own.scale_free), None
     )
     sets = composed.optimizer.param_sets
-    for place, infos in enumerate(sets.infos):
-        for info, name in zip(infos, sets.labels(place), strict=True):
+    for group in sets.groups:
+        for info, name in zip(group.infos, group.names, strict=True):
             if len(info.shape) < 2 and not recipe.route(info)[0]:
                 vectors.append(name)
     if stage is not None and vectors:
@@ -300,8 +300,8 @@ def _decay_twice(composed: Composition) -> Iterator[str]:
     recipe, found = optimizer.recipe, dict[str, tuple[str, str]]()
     if active_fake_mode() is not None:  # fake parameters have no values that could decay
         return
-    for group, infos in zip(optimizer.param_groups, optimizer.param_sets.infos, strict=True):
-        for info in infos:
+    for group, made in zip(optimizer.param_groups, optimizer.param_sets.groups, strict=True):
+        for info in made.infos:
             path = recipe.route(info)[0]
             rule = recipe.rules()[path]
             own = rule.weight_decay if isinstance(rule, Route) else None
@@ -322,7 +322,7 @@ def _unmatched_pairs(composed: Composition) -> Iterator[str]:
     """Warn if the recipe has routes for pairs of factors, as of LoRA, but the model has no such pair."""
     recipe = composed.optimizer.recipe
     paths = {f"routes.{route.name}" for route in recipe.routes if route.match.pair}
-    reached = {recipe.route(info)[0] for info in chain.from_iterable(composed.optimizer.param_sets.infos)}
+    reached = {recipe.route(info)[0] for info in composed.optimizer.param_sets.infos}
     if paths and not composed.names_only and paths.isdisjoint(reached):
         yield (
             f"{name_some(sorted(paths), 3)}: no parameter is one of two factors of a product, such as lora_A and "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -336,75 +335,94 @@ REPLICATED = "replicated"
 identifies the set of ranks that exchange the blocks of a parameter."""
 
 
-class Assignments:
-    """The specifications of an optimizer's parameters, with the owners of their blocks, in the order of param groups.
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The parameters of one param group, as they were when the group was added.
 
-    Owners for a group are chosen such that the load of the group plus the load of earlier groups is balanced over
-    ranks.
+    parameters: the parameters.
+    infos: their descriptions.
+    specs: their specifications. The owners of their blocks are entered later, by `Assignments.assign`.
+    """
+
+    parameters: Sequence[Tensor]
+    infos: Sequence[ParamInfo]
+    specs: Sequence[ParamSpec]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters, or "group 0 parameter 2" for a parameter without a name."""
+        return [spec.name for spec in self.specs]
+
+
+class Assignments:
+    """Finds the ranks that share each parameter of an optimizer, the owners of its blocks, and their phases.
 
     recipe: recipe of the optimizer.
     others: parameters of the same model that other optimizers update. They take part in the choice of phases.
-    phases: phases of the blocks of all groups.
+    phases: phases of the blocks of all groups. The phase of a block is the fraction of a refresh interval at which the
+        block is refreshed.
     """
 
     def __init__(self, recipe: Recipe, others: Sequence[ParamInfo] = ()) -> None:
         self.recipe, self.others = recipe, others
         self.phases: Phases = {}
         self._rank_groups: dict[Any, RankGroup] = {}
-        self._loads: dict[RankGroup, Loads] = {}
-        self._groups: list[list[ParamSpec]] = []
-        self._loads_before: list[dict[RankGroup, Loads]] = []
-        self._balances: dict[RankGroup, Balance] = {}
 
-    def __getitem__(self, index: int) -> Sequence[ParamSpec]:
-        """Return the specifications of the parameters of one param group."""
-        return self._groups[index]
+    def group(
+        self, index: int, parameters: Sequence[Tensor], infos: Sequence[ParamInfo], frozen: Sequence[bool] | None
+    ) -> Group:
+        """Return the group with the given index. Its blocks get owners and phases later, by `assign`.
 
-    def add(
-        self, parameters: Sequence[Tensor], infos: Sequence[ParamInfo], names: Sequence[str], frozen: Sequence[bool]
-    ) -> None:
-        """Add the next group. Its blocks get owners and phases later, by `assign`.
-
-        frozen: True for each parameter without gradients.
+        frozen: for each parameter, True if it counts as frozen. None: parameters with `requires_grad=False` are frozen.
         """
-        specs = []
-        for parameter, info, name, is_frozen in zip(parameters, infos, names, frozen, strict=True):
+        frozen, specs = [not p.requires_grad for p in parameters] if frozen is None else frozen, list[ParamSpec]()
+        for number, (parameter, info, is_frozen) in enumerate(zip(parameters, infos, frozen, strict=True)):
+            name = info.name or f"group {index} parameter {number}"
             try:
-                specs.append(self._spec(parameter, info, name, is_frozen))
+                specs.append(self._spec(parameter, info, name, is_frozen, index))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        self._loads_before.append({rank_group: deepcopy(loads) for rank_group, loads in self._loads.items()})
-        self._groups.append(specs)
+        return Group(list(parameters), list(infos), specs)  # copies, because a framework may change the group's list
 
-    def assign(self, index: int) -> None:
-        """Assign owners to the blocks of the groups from `index` on, and a phase to every block of all groups.
+    def assign(
+        self, groups: Iterable[Group], added: Iterable[Group], loads: dict[RankGroup, Loads]
+    ) -> Mapping[RankGroup, Balance]:
+        """Assign owners to the blocks of the added groups, and a phase to every block of all groups.
 
-        The phase of a block is the fraction of a refresh interval at which the block is refreshed.
-
+        Owners are chosen such that the load of the added groups plus the load of earlier groups is balanced over ranks.
         Frozen parameters get owners too, after all other parameters, so that no owner changes when a parameter is
         thawed. Owners in earlier groups do not change, because these owners already store state.
+
+        Return the balance of each set of ranks.
+
+        loads: the load of each rank from earlier groups. The load from the added groups is added to it.
         """
-        self.phases = refresh_phases(self.recipe, self._keys())
-        for rank_group, own in _shared(chain.from_iterable(self._groups[index:])).items():
-            self._balances[rank_group] = assign_owners(own, self.recipe, self.phases, self._loads[rank_group])
+        self.set_phases(groups)
+        balances = dict[RankGroup, Balance]()
+        for rank_group, own in _shared(added).items():
+            load = loads.setdefault(rank_group, Loads(rank_group.size, common_interval(self.recipe)))
+            balances[rank_group] = assign_owners(own, self.recipe, self.phases, load)
+        return balances
 
-    def warn_of_waiting(self) -> None:
-        """Warn, on one rank, if ranks will spend much of their time waiting for each other's refreshes."""
-        for rank_group, own in _shared(chain.from_iterable(self._groups)).items():
+    def set_phases(self, groups: Iterable[Group]) -> None:
+        """Assign a phase to every block of all groups."""
+        self.phases = refresh_phases(self.recipe, self._keys(groups))
+
+    def warn_of_waiting(self, groups: Sequence[Group], balances: Mapping[RankGroup, Balance]) -> None:
+        """Warn, on one rank, if ranks will spend much of their time waiting for each other's refreshes.
+
+        groups: all groups.
+        balances: result of `assign` for them.
+        """
+        for rank_group, own in _shared(groups).items():
             if rank_group.all_ranks.rank == 0:
-                warn_of_waiting(own, self.recipe, self._keys(), rank_group.size, self._balances[rank_group])
+                warn_of_waiting(own, self.recipe, self._keys(groups), rank_group.size, balances[rank_group])
 
-    def _keys(self) -> list[ParamKey]:
-        return [spec.key for specs in self._groups for spec in specs] + [*map(self._key, self.others)]
+    def _keys(self, groups: Iterable[Group]) -> list[ParamKey]:
+        return [spec.key for group in groups for spec in group.specs] + [*map(self._key, self.others)]
 
     def _key(self, info: ParamInfo) -> ParamKey:
         return ParamKey(info.name or "", self.recipe.route(info)[0], info.shape, self.recipe.view_of(info).matrices)
-
-    def forget(self, index: int) -> None:
-        """Remove the groups from `index` on, after adding them has failed."""
-        self._loads = next(iter(self._loads_before[index:]), self._loads)
-        del self._groups[index:], self._loads_before[index:]
-        self.phases = refresh_phases(self.recipe, self._keys())
 
     def _rank_group(self, parameter: Tensor) -> RankGroup | None:
         """Return the ranks that share a parameter. Return None if this process updates the parameter alone."""
@@ -420,11 +438,9 @@ class Assignments:
             group = dist.group.WORLD if where == REPLICATED else mesh_group(where)
             ranks, size = RankGroup(group, self.recipe.distribution.timeout), self.recipe.distribution.group_size
             self._rank_groups[where] = ranks if size is None else ranks.subgroup(size)
-        rank_group = self._rank_groups[where]
-        self._loads.setdefault(rank_group, Loads(rank_group.size, common_interval(self.recipe)))
-        return rank_group
+        return self._rank_groups[where]
 
-    def _spec(self, parameter: Tensor, info: ParamInfo, name: str, frozen: bool) -> ParamSpec:
+    def _spec(self, parameter: Tensor, info: ParamInfo, name: str, frozen: bool, index: int) -> ParamSpec:
         rank_group = self._rank_group(parameter)
         path, dtype, placement = self.recipe.route(info)[0], parameter.dtype, None
         if dtype.is_complex:  # complex numbers are computed as pairs of real numbers, which form no matrix
@@ -434,36 +450,40 @@ class Assignments:
         if rank_group is not None:
             placement = place(self.recipe, path, layout_of(parameter, rank_group), matrices)
         kind, factors = (tuple(info.shape), dtype, parameter.device), self.recipe.width_factors(info)
-        return ParamSpec(name, path, *kind, placement, matrices, frozen, factors, len(self._groups), rank_group)
+        return ParamSpec(name, path, *kind, placement, matrices, frozen, factors, index, rank_group)
 
-    def check(self, index: int, group: Mapping[str, Any]) -> None:
-        """Raise ValueError on every rank if ranks have different recipes or different param groups at this index."""
-        for rank_group, specs in _shared(self._groups[index]).items():
-            pairs = zip(group["params"], self._groups[index], strict=True)
+    def check(self, index: int, group: Group, values: Mapping[str, Any]) -> None:
+        """Raise ValueError on every rank if ranks have different recipes or different param groups at this index.
+
+        values: the param group, with its values.
+        """
+        for rank_group, specs in _shared([group]).items():
+            pairs = zip(group.parameters, group.specs, strict=True)
             own = [parameter for parameter, spec in pairs if spec.rank_group is rank_group]
             texts = {
                 "recipe": self.recipe.to_json(),
                 "parameters": repr([_describe(spec, p) for spec, p in zip(specs, own, strict=True)]),
                 "requires_grad": repr([parameter.requires_grad for parameter in own]),
-                "lr and weight_decay": repr([float(group[key]) for key in ("lr", "weight_decay")]),
+                "lr and weight_decay": repr([float(values[key]) for key in ("lr", "weight_decay")]),
             }
             check_construction(f"param group {index}", rank_group, texts, specs, own)
 
-    def require_same_owners(self, index: int) -> None:
+    def require_same_owners(self, added: Iterable[Group], first: bool) -> None:
         """Raise ValueError on every rank if the ranks differ in the number of param groups, or in the owners of blocks.
 
-        index: first group that was not checked yet.
+        added: groups that were not checked yet.
+        first: True if these are the first groups of the optimizer.
         """
-        shared = _shared(chain.from_iterable(self._groups[index:]))
-        for rank_group in shared if index else self._rank_groups.values():
+        shared = _shared(added)
+        for rank_group in self._rank_groups.values() if first else shared:
             owners = [spec.placement and spec.placement.owners for spec in shared.get(rank_group, ())]
             check_construction("no more param groups", rank_group, {"owners": repr(owners)}, (), ())
 
 
-def _shared(specs: Iterable[ParamSpec]) -> dict[RankGroup, list[ParamSpec]]:
+def _shared(groups: Iterable[Group]) -> dict[RankGroup, list[ParamSpec]]:
     """Return the parameters that several ranks share, in lists by their rank group."""
     found: dict[RankGroup, list[ParamSpec]] = {}
-    for spec in specs:
+    for spec in chain.from_iterable(group.specs for group in groups):
         if spec.rank_group is not None:
             found.setdefault(spec.rank_group, []).append(spec)
     return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from eigengraft.component import dotted
+from eigengraft.distributed.balance import Balance, Loads
+from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import fake_mode
 from eigengraft.signals import asking
 
@@ -21,7 +24,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_named, describe_unnamed
 from ..signals import Signals
 from ..signals.signals import Schedules
-from ..stacks.assignment import Assignments
+from ..stacks.assignment import Assignments, Group
 from ..stacks.placement import ParamSpec
 from ..step.spikes import SpikeCheck, require_same_ranks
 from ..step.step import ParamSet
@@ -33,6 +36,25 @@ StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 """State by parameter and state key."""
 
 
+@dataclass(eq=False)
+class Batch:
+    """Param groups that were added together. They share parameter sets, and their blocks get owners together.
+
+    groups: the groups.
+    loads: the load of each rank, from this batch and all earlier ones, for each set of ranks.
+    sets: the parameter sets. The list is empty until `ParamSets.install`.
+    """
+
+    groups: Sequence[Group]
+    loads: dict[RankGroup, Loads]
+    sets: Sequence[ParamSet] = ()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all groups, in their order."""
+        return [parameter for group in self.groups for parameter in group.parameters]
+
+
 class ParamSets:
     """All parameter sets of an optimizer. Param groups that were added together form a batch, and share parameter sets.
 
@@ -41,10 +63,8 @@ class ParamSets:
     follows_peak: path of a part of the recipe that depends on the peak of the learning rate; None if no part does.
     checked: True if the contract of every stage is checked at every step.
     others: descriptions of parameters of the same model that other optimizers update.
-    infos: descriptions of the parameters, a list for each group.
-    parameters: the parameters, a list for each group.
-    batches: for each batch, the number of groups after it was added. Owners of blocks are assigned batch by batch.
-    built: the parameter sets, a list for each batch.
+    groups: all param groups, as they were when they were added.
+    batches: the same groups in batches. Owners of blocks are assigned batch by batch.
     signals: signals that stages request.
     schedules: scheduled fields of stages.
     spikes: the check for spikes of losses or gradient norms. None: the recipe has no such check.
@@ -56,10 +76,7 @@ class ParamSets:
     def __init__(self, recipe: Recipe, checked: bool = False, others: Sequence[ParamInfo] = ()) -> None:
         self.recipe, self.checked, self.others = recipe, checked, others
         self.recipe_text, self.follows_peak = recipe.to_json(), recipe.follows_peak()
-        self.infos: list[list[ParamInfo]] = []
-        self.built: list[list[ParamSet]] = []
-        self.parameters: list[Sequence[Tensor]] = []
-        self.batches: list[int] = []
+        self.groups, self.batches = list[Group](), list[Batch]()
         self.consolidated: dict[str, Any] | None = None
         self.asks_signals = False
         self._shown = ShownState({}, [], [])
@@ -68,7 +85,7 @@ class ParamSets:
         self._assignments = Assignments(recipe, others)
 
     def __iter__(self) -> Iterator[ParamSet]:
-        return chain.from_iterable(self.built)
+        return chain.from_iterable(batch.sets for batch in self.batches)
 
     def declare_group(self, groups: Sequence[dict[str, Any]], known: Mapping[int, ParamInfo] | None) -> None:
         """Register the last of the param groups, and add entries such as `recipe` and `peak_lr` to it.
@@ -83,32 +100,32 @@ class ParamSets:
         group["iterate"] = groups[0]["iterate"] if len(groups) > 1 else "train"
         if known is None:
             named = list(zip(group.get("param_names", ()), group["params"], strict=False))
-            known = describe_named(named, {info.name for own in self.infos for info in own if info.name is not None})
+            known = describe_named(named, {info.name for info in self.infos if info.name is not None})
         infos = [known.get(id(parameter)) or describe_unnamed(parameter) for parameter in group["params"]]
         require_facts(self.recipe, infos)
         self.declare(group["params"], infos)
 
-    def declare(self, parameters: Sequence[Tensor], infos: list[ParamInfo], frozen: list[bool] | None = None) -> None:
+    def declare(
+        self, parameters: Sequence[Tensor], infos: Sequence[ParamInfo], frozen: Sequence[bool] | None = None
+    ) -> None:
         """Register a group. State and owners of its blocks follow later.
 
         frozen: for each parameter, True if it counts as frozen. None: parameters with `requires_grad=False` are frozen.
         """
-        self.infos.append(infos)
-        self.parameters.append(list(parameters))  # a copy, because a framework may change the group's list
-        frozen = [not p.requires_grad for p in parameters] if frozen is None else frozen
-        self._assignments.add(parameters, infos, self.labels(len(self.infos) - 1), frozen)
+        self.groups.append(self._assignments.group(len(self.groups), parameters, infos, frozen))
 
-    def assign(self, index: int) -> None:
+    def assign(self, index: int) -> Mapping[RankGroup, Balance]:
         """Assign owners to blocks of the groups from `index` on. These groups form a new batch.
-
-        A batch consists of the param groups that are added together.
 
         Also assign a new phase to every block of all groups: the fraction of a refresh interval at which the block is
         refreshed.
+
+        Return the balance of the work over each set of ranks.
         """
-        self._assignments.assign(index)
-        self.batches.append(len(self.infos))
-        self.built.append([])
+        before = self.batches[-1].loads if self.batches else {}
+        batch = Batch(self.groups[index:], {rank_group: deepcopy(loads) for rank_group, loads in before.items()})
+        self.batches.append(batch)
+        return self._assignments.assign(self.groups, batch.groups, batch.loads)
 
     def complete(self, index: int, groups: Sequence[Mapping[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
         """Assign owners and create state for the groups from `index` on.
@@ -122,29 +139,27 @@ class ParamSets:
                 parameters of a model and another optimizer updates some of these parameters.
         """
         for place in range(index, len(groups)):
-            self._assignments.check(place, groups[place])
-        self.assign(index)
-        self._assignments.require_same_owners(index)
+            self._assignments.check(place, self.groups[place], groups[place])
+        balances, batch = self.assign(index), self.batches[-1]
+        self._assignments.require_same_owners(batch.groups, first=index == 0)
         if index == 0:
-            self._assignments.warn_of_waiting()
-        last, trained = len(self.batches) - 1, {id(p) for group in groups for p in group["params"] if p.requires_grad}
-        param_sets = self.build(last, trained)
+            self._assignments.warn_of_waiting(batch.groups, balances)
+        param_sets = self.build(batch, {id(p) for p in batch.parameters if p.requires_grad})
         self.signals.require_all_parameters(param_sets, self.others)
         if self.spikes is not None:
             require_same_ranks([*self, *param_sets])
-        self.install(last, param_sets, state, groups[index]["iterate"])
+        self.install(batch, param_sets, state, groups[index]["iterate"])
         # blocks that are added also change the phases of the blocks of earlier batches
-        for param_set in chain.from_iterable(self.built[:last]):
+        for param_set in chain.from_iterable(earlier.sets for earlier in self.batches[:-1]):
             phases = [self._assignments.phases[spec.key] for spec in param_set.specs]
             for one in param_set.stack_states:
                 one.phases = np.array([phases[position][key] for _, position, key in one.rows()], dtype=np.float64)
 
     def forget(self, index: int) -> None:
-        """Remove the groups from `index` on."""
-        del self.infos[index:], self.parameters[index:]
-        self.batches = [groups for groups in self.batches if groups <= index]
-        del self.built[len(self.batches) :]
-        self._assignments.forget(index)
+        """Remove the groups from `index` on, after adding them has failed."""
+        del self.groups[index:]
+        self.batches = [batch for batch in self.batches if batch.groups[-1] in self.groups]
+        self._assignments.set_phases(self.groups)
 
     def matches(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Return True if parameters, their devices, dtypes and shapes are those for which the state was made."""
@@ -152,9 +167,9 @@ class ParamSets:
 
     def same_parameters(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Return True if the groups have the same parameters, in the same order, as when they were added."""
-        return len(groups) == len(self.parameters) and all(
-            len(group["params"]) == len(own) and all(map(is_, group["params"], own))
-            for group, own in zip(groups, self.parameters, strict=True)
+        return len(groups) == len(self.groups) and all(
+            len(group["params"]) == len(own.parameters) and all(map(is_, group["params"], own.parameters))
+            for group, own in zip(groups, self.groups, strict=True)
         )
 
     def changed(self) -> list[tuple[Tensor, ParamSpec]]:
@@ -177,40 +192,34 @@ class ParamSets:
                     "parameters, or replace the old parameters by them in param_groups"
                 )
 
-    def frozen(self) -> list[list[bool]]:
-        """Return a list for each group, with True for parameters that were frozen when the group was added."""
-        return [[spec.frozen for spec in self._assignments[index]] for index in range(len(self.infos))]
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All parameters, in the order of the groups."""
+        return [parameter for group in self.groups for parameter in group.parameters]
 
-    def labels(self, index: int) -> list[str]:
-        """Return the names of a group's parameters, or "group 0 parameter 2" for a parameter without a name."""
-        return [info.name or f"group {index} parameter {place}" for place, info in enumerate(self.infos[index])]
+    @property
+    def infos(self) -> list[ParamInfo]:
+        """The descriptions of all parameters, in the order of the groups."""
+        return [info for group in self.groups for info in group.infos]
 
     def rows(self) -> list[tuple[Tensor, ParamInfo]]:
         """Return all parameters with their descriptions, in the order of the groups."""
-        return list(zip(chain(*self.parameters), chain(*self.infos), strict=True))
+        return list(zip(self.parameters, self.infos, strict=True))
 
-    def groups_of(self, batch: int) -> range:
-        """Return the indices of the param groups that were added together in a batch.
-
-        batch: index of the batch, in the order of addition.
-        """
-        return range(self.batches[batch - 1] if batch else 0, self.batches[batch])
-
-    def build(self, batch: int, wanted: set[int]) -> list[ParamSet]:
+    def build(self, batch: Batch, wanted: set[int]) -> list[ParamSet]:
         """Build parameter sets for a batch of param groups, from the parameters whose id is in `wanted`.
 
-        A batch consists of the param groups that were added together. Its parameters form one set if they are on the
-        same device and are shared by the same ranks. Parameters with a stage that requests the learning rate form
-        separate sets for each param group.
+        The parameters of a batch form one set if they are on the same device and are shared by the same ranks.
+        Parameters with a stage that requests the learning rate form separate sets for each param group.
         """
         found: dict[tuple[object, ...], list[tuple[Tensor, ParamSpec]]] = {}
         with_lr = {path for path, rule in self.recipe.rules().items() if "lr" in asking(rule.stages())}
-        for index in self.groups_of(batch):
-            for parameter, spec in zip(self.parameters[index], self._assignments[index], strict=True):
+        for group in batch.groups:
+            for parameter, spec in zip(group.parameters, group.specs, strict=True):
                 if id(parameter) in wanted:
                     if parameter.is_complex():
                         require_pairs(self.recipe, spec)
-                    key = parameter.device, spec.rank_group, index if spec.path in with_lr else None
+                    key = parameter.device, spec.rank_group, spec.group if spec.path in with_lr else None
                     here = spec if spec.device == parameter.device else replace(spec, device=parameter.device)
                     found.setdefault(key, []).append((parameter, here))
         sets = [tuple(zip(*rows, strict=True)) for rows in found.values()]
@@ -218,21 +227,20 @@ class ParamSets:
 
     def install(
         self,
-        batch: int,
-        param_sets: list[ParamSet],
+        batch: Batch,
+        param_sets: Sequence[ParamSet],
         state: MutableMapping[Tensor, Any],
         mode: Mode,
         values: StateValues | None = None,
     ) -> None:
         """Store the parameter sets of a batch in place of its old ones, and show their state in `optimizer.state`.
 
-        batch: index of the batch, the param groups that were added together.
         state: the mapping `optimizer.state`.
         mode: iterate that the parameters hold now.
         values: values to copy into the state, by parameter and key. None: the state keeps its initial values.
         """
         # delayed refreshes still write to the old state, with which `values` may share memory
-        for old in self.built[batch]:
+        for old in batch.sets:
             old.finish_refreshes()
         for param_set in param_sets:
             param_set.iterates.hold(mode)
@@ -242,11 +250,11 @@ class ParamSets:
             for parameter in param_set.parameters:
                 fill(state[parameter], (values or {}).get(parameter, {}))
             param_set.note_counts()
-        inherit_counts(param_sets, self.built[batch])
-        for old in self.built[batch]:
+        inherit_counts(param_sets, batch.sets)
+        for old in batch.sets:
             if all(old is not new for new in param_sets):
                 old.exchange.close()
-        self.built[batch] = param_sets
+        batch.sets = param_sets
         self.asks_signals = self.signals.asked_by(self)
         self.consolidated = None
         self._note_shown(state)
@@ -268,13 +276,12 @@ class ParamSets:
         thawed = {id(p) for p in self._shown.missing if p.grad is not None}
         if not thawed:
             return
-        for batch in range(len(self.batches)):
-            parameters = [p for index in self.groups_of(batch) for p in self.parameters[index]]
-            if any(id(p) in thawed for p in parameters):
-                for old in self.built[batch]:
+        for batch in self.batches:
+            if any(id(p) in thawed for p in batch.parameters):
+                for old in batch.sets:
                     old.resolve_deferred()
-                owned = {p: state[p] for one in self.built[batch] for p in one.parameters}
-                wanted = {id(p) for p in parameters if p in owned or id(p) in thawed}
+                owned = {p: state[p] for one in batch.sets for p in one.parameters}
+                wanted = {id(p) for p in batch.parameters if p in owned or id(p) in thawed}
                 self.install(batch, self.build(batch, wanted), state, "train", owned)
 
     def follow(
@@ -298,26 +305,26 @@ class ParamSets:
         for param_set in self:
             if param_set.offloaded is not None:
                 param_set.offloaded.finish()
-        plans, rebuilt = [], list[bool]()
-        for batch, built in enumerate(self.built):
-            given = {id(p) for i in self.groups_of(batch) for p in self.parameters[i] if own_state(state.get(p))}
-            rebuilt.append(moved or given != {id(p) for one in built for p in one.parameters})
-            for old in built if rebuilt[-1] else ():
+        plans = []
+        for batch in self.batches:
+            given = {id(p) for p in batch.parameters if own_state(state.get(p))}
+            rebuilt = moved or given != {id(p) for one in batch.sets for p in one.parameters}
+            for old in batch.sets if rebuilt else ():
                 old.resolve_deferred()
-            own = self.build(batch, given) if rebuilt[-1] else built
-            plans.append([host_changes(one, state, self._shown, mode, rebuilt[-1]) for one in own])
-        refuse(chain.from_iterable(plans))
-        for batch, changes in enumerate(plans):
-            if rebuilt[batch]:
+            own = self.build(batch, given) if rebuilt else batch.sets
+            plans.append((batch, rebuilt, [host_changes(one, state, self._shown, mode, rebuilt) for one in own]))
+        refuse(one for _, _, changes in plans for one in changes)
+        for batch, rebuilt, changes in plans:
+            if rebuilt:
                 pairs = [pair for one in changes for pair in zip(one.param_set.parameters, one.values, strict=True)]
                 self.install(batch, [one.param_set for one in changes], state, mode, dict(pairs))
             for one in changes:
-                if not rebuilt[batch]:
+                if not rebuilt:
                     one.copy()
                 one.restart()
-                if one.replaced and not rebuilt[batch]:
+                if one.replaced and not rebuilt:
                     show(one.param_set, state)
-        for parameter in chain.from_iterable(self.parameters):
+        for parameter in self.parameters:
             if parameter in state and not state[parameter]:
                 del state[parameter]
         self.consolidated = None

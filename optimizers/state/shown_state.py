@@ -118,11 +118,11 @@ class ShownState:
         self,
         state: Mapping[Any, Any],
         param_sets: Iterable[ParamSet],
-        parameters: Iterable[Iterable[Tensor]],
+        parameters: Iterable[Tensor],
     ) -> None:
         sets = list(param_sets)
         self.tensors = {p: own_state(state[p]) for one in sets for p in one.parameters}
-        self.missing = [p for group in parameters for p in group if p not in self.tensors]
+        self.missing = [p for p in parameters if p not in self.tensors]
         self._last, self._entries = next(reversed([*state]), None), [*state.values()]
         self._values = [state[p].values() for p in self.tensors]
         self._objects = [*chain.from_iterable(self._values), _END]

@@ -361,7 +361,7 @@ def test_bytes_are_counted_where_they_are() -> None:
     assert sum(row.stored for row in rows.values()) == optimizer.state_bytes()
     check_said(repr(optimizer), optimizer.offloaded_bytes()["disk"], "disk")
 
-    planned = plan(optimizer.recipe, optimizer.param_sets.infos[0], (1,), "ddp")
+    planned = plan(optimizer.recipe, optimizer.param_sets.infos, (1,), "ddp")
     assert {key: own.tolist() for key, own in planned.offloaded.items()} == {
         "disk": [optimizer.offloaded_bytes()["disk"]]
     }
