@@ -70,7 +70,6 @@ class Step:
     mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
     rates: learning rate and weight decay of each parameter.
     survey: facts about the full gradients, such as their norms.
-    gathered: by number of a stack, its gradients `[N, *block]`, if the check of gradients has gathered them.
     signals: signals by name, and sums of slots over all parameters by key of the slot. A value is one number for the
         step, `[P]`, a list with a tensor or `SideMatrix` for each parameter, or, for partner signals, a mapping from
         positions to tensors. `Signal.extent` says which.
@@ -82,13 +81,13 @@ class Step:
     mask: Tensor | None
     rates: Rates
     survey: GradientSurvey
-    gathered: dict[int, Tensor] = field(default_factory=dict)
     signals: Mapping[str, Any] = field(default_factory=dict)
     step_numbers: StepNumbers = field(default_factory=StepNumbers)
 
     def gather(self, blocks: ActiveBlocks) -> Tensor:
         """Return the gradients of blocks as `[n, *block]`. The caller must not write to this tensor."""
-        known = self.gathered.pop(blocks.stack_state.number, None)
+        gathered = self.survey.gathered if isinstance(self.survey, LocalSurvey) else {}
+        known = gathered.pop(blocks.stack_state.number, None)
         return blocks.stack.gather(self.gradients) if known is None or blocks.places is not None else known
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import compress, islice
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -112,8 +111,6 @@ class GivenGradients:
     rates: learning rate and weight decay of each parameter.
     steps: largest step count of all parameters before this step.
     allowed: 0-d on a device, True if the scaler of the loss found no inf and no nan. None: the step is allowed.
-    gathered: gradients of stacks `[N, *block]`, by number of the stack. `LocalSurvey` adds the gradients
-        of small stacks.
     more: True if other gradients of the same step are checked later.
     """
 
@@ -123,7 +120,6 @@ class GivenGradients:
     rates: Rates
     steps: int
     allowed: Tensor | None = None
-    gathered: dict[int, Tensor] = field(default_factory=dict)
     more: bool = False
 
 
@@ -135,11 +131,13 @@ class LocalSurvey:
     small: stacks of small parameters on a CPU. Their gradients are gathered before they are checked, because one check
         of a stack is faster than one of each parameter. The step then uses the gathered gradients.
     large: positions of the parameters that are in no small stack.
+    gathered: gradients `[N, *block]` of small stacks that the check has gathered, by number of the stack.
     """
 
     given: GivenGradients
     small: Sequence[StackState]
     large: Sequence[int]
+    gathered: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -175,8 +173,8 @@ class LocalSurvey:
             wanted = set(positions)
             small = [own for own in small if wanted.issuperset(own.stack.positions)]
             alone = sorted(wanted.difference(*(own.stack.positions for own in small)))
-        self.given.gathered.update((own.number, own.stack.gather(gradients)) for own in small)
-        return [*self.given.gathered.values(), *(gradients[position] for position in alone)]
+        self.gathered.update((own.number, own.stack.gather(gradients)) for own in small)
+        return [*self.gathered.values(), *(gradients[position] for position in alone)]
 
     @property
     def squares(self) -> Tensor:
@@ -194,9 +192,9 @@ class LocalSurvey:
     def scaled(self, factor: float | Tensor) -> Self:
         """Return the survey of the gradients after the caller has multiplied them by `factor` in place.
 
-        It is this object, because every fact is computed from the gradients when it is read.
+        Every fact is computed from the gradients when it is read. Only the gathered copies are dropped.
         """
-        return self
+        return replace(self, gathered={})
 
 
 GradientSurvey = LocalSurvey | RankSurvey
@@ -214,25 +212,15 @@ class GradientCheck:
     survey: facts about the gradients.
     present: `[P]` on the host, True for parameters that have a gradient and whose param group is not idle. A group is
         idle if its learning rate and all of its gradients are 0.
-    positions: positions of the parameters that `present` marks.
-    usable: `[n]`, True for usable gradients at the positions. None: all of them are usable.
-    on_host: True if the host waits for the result of the check.
+    usable: `[n]`, True for usable gradients of these n parameters. None: all of them are usable.
+    answers: booleans that the host must read, as `_with` returns them. None: the host need not read anything.
     """
 
     given: GivenGradients
     survey: GradientSurvey
     present: NDArray[np.bool_]
-    positions: list[int]
     usable: Tensor | None
-    on_host: bool
-
-    @cached_property
-    def answers(self) -> Tensor | None:
-        """Booleans that the host must read: one for each gradient, then one for the scaler of the loss if there is one.
-
-        None: the host need not read anything.
-        """
-        return None if self.usable is None or not self.on_host else _with(self.usable, self.given.allowed)
+    answers: Tensor | None
 
 
 class FiniteCheck:
@@ -254,8 +242,7 @@ class FiniteCheck:
         self.failure, self.names, self.survey = failure, list(names), survey
         self.skipped: Counter[str] = Counter()
         self._on_host = failure.detect != "device"
-        self._deferred: list[tuple[list[int], HostCopy]] = []
-        self._stopped: tuple[list[int], HostCopy] | None = None
+        self._deferred: list[_Deferred] = []
         self._stalled, self._checked = 0, 0
         self._faults: list[tuple[int, Tensor | None]] = []
 
@@ -272,10 +259,10 @@ class FiniteCheck:
         present = survey.agreed() if self._on_host else given.present
         idle = given.rates.idle(survey.nonzero)
         present = present if idle is None else present & ~idle
-        positions = list(compress(range(len(present)), present.tolist()))
         checked = idle is None or not idle.all()
-        usable = survey.usable(positions, self.failure.nonfinite != "ignore") if checked else None
-        return GradientCheck(given, survey, present, positions, usable, self._on_host)
+        usable = survey.usable(_places(present), self.failure.nonfinite != "ignore") if checked else None
+        answers = None if usable is None or not self._on_host else _with(usable, given.allowed)
+        return GradientCheck(given, survey, present, usable, answers)
 
     def finish(self, check: GradientCheck, answers: Sequence[bool]) -> tuple[NDArray[np.bool_], Tensor | None]:
         """Return (active, mask), and change nothing but the counts of unusable gradients.
@@ -288,7 +275,7 @@ class FiniteCheck:
 
         Raises FloatingPointError for an unusable gradient if the recipe requests an error.
         """
-        positions, present, given = check.positions, check.present, check.given
+        positions, present, given = _places(check.present), check.present, check.given
         if check.usable is None and (given.allowed is None or not positions):
             self._count(len(positions), [], given.gradients, given.more)
             return present, None
@@ -349,15 +336,14 @@ class FiniteCheck:
         step.
         """
         halted, bad = list[int](), list[int]()
-        if self._stopped is not None:
-            (positions, allowed), self._stopped = self._stopped, None
-            halted = [] if all(_values(allowed.wait())) else positions
         deferred, self._deferred = self._deferred, []
-        for number, (positions, answers) in enumerate(deferred, 1):
-            if (own := _unusable(positions, _values(answers.wait()))) is None:
-                return positions, []
-            self._count(len(positions), own, more=number < len(deferred))
-            bad += own
+        for number, (updated, checked, answers) in enumerate(deferred, 1):
+            own = _unusable(checked, _values(answers.wait()))
+            if own is None:
+                halted = updated
+            if own is not None or not checked:
+                self._count(len(checked), own or [], more=number < len(deferred))
+                bad += own or []
         return halted or bad, bad
 
     def stop(self, active: NDArray[np.bool_], mask: Tensor | None, allowed: Tensor) -> Tensor:
@@ -368,7 +354,7 @@ class FiniteCheck:
         active, mask: result of `finish`.
         allowed: 0-d boolean on the device, False if the step must change nothing.
         """
-        self._stopped = (np.flatnonzero(active).tolist(), HostCopy(allowed.view(1)))
+        self._deferred.append(_Deferred(_places(active), [], HostCopy(allowed.view(1))))
         return allowed.expand(len(active)).clone() if mask is None else mask & allowed
 
     def raise_nonfinite(
@@ -393,12 +379,32 @@ class FiniteCheck:
         if usable is None:
             assert allowed is not None
             usable = torch.ones(len(positions), dtype=torch.bool, device=allowed.device)
-        self._deferred.append((positions, HostCopy(_with(usable, allowed))))
+        self._deferred.append(_Deferred(positions, positions, HostCopy(_with(usable, allowed))))
         usable = usable if allowed is None else usable & allowed
         if len(positions) == total:
             return usable
         mask = torch.ones(total, dtype=torch.bool, device=usable.device)
         return mask.index_copy_(0, kept_on_device(np.array(positions, dtype=np.int64), usable.device), usable)
+
+
+class _Deferred(NamedTuple):
+    """Answers of a step that the host reads in the next step.
+
+    updated: positions of the parameters that the step updates, if the answers allow it.
+    checked: positions of the parameters whose gradients were checked.
+    answers: True for each of the checked gradients that is usable; then, if the scaler of the loss or a spike may stop
+        the step, True if the step is allowed.
+    """
+
+    updated: list[int]
+    checked: list[int]
+    answers: HostCopy
+
+
+def _places(flags: NDArray[np.bool_]) -> list[int]:
+    """Return the positions at which flags `[P]` are True."""
+    places: list[int] = np.flatnonzero(flags).tolist()
+    return places
 
 
 def _with(usable: Tensor, allowed: Tensor | None) -> Tensor:
@@ -433,11 +439,9 @@ def _values(answers: Tensor) -> list[bool]:
 
 
 def _unusable(positions: Sequence[int], answers: Sequence[bool]) -> list[int] | None:
-    """Return the positions of the gradients that are not usable. Return None if the scaler stopped the step.
+    """Return the positions of the gradients that are not usable. Return None if the step is not allowed.
 
-    positions: positions of the n gradients that were checked.
-    answers: True for each of the n gradients that is usable; then, if there is a scaler of the loss, True if it allows
-        the step.
+    positions, answers: as `checked` and `answers` of `_Deferred`.
     """
     bad = [position for position, good in zip(positions, answers, strict=False) if not good]
     return bad if all(answers[len(positions) :]) else None

@@ -201,7 +201,7 @@ class SpikeCheck:
         if self.rule.then == "scale":
             return replace(step, rates=replace(step.rates, factor=factor))
         multiply_gradients(step.gradients, factor)
-        return replace(step, survey=step.survey.scaled(factor), gathered={})
+        return replace(step, survey=step.survey.scaled(factor))
 
 
 def gradient_norm(steps: Sequence[Step]) -> Tensor:

@@ -273,7 +273,7 @@ class ParamSet:
         found = list(check.given.gradients)
         if self.rank_group is not None:
             found = [None if gradient is None else self.part(i, gradient) for i, gradient in enumerate(found)]
-        return Step(found, active, mask, check.given.rates, check.survey, check.given.gathered)
+        return Step(found, active, mask, check.given.rates, check.survey)
 
     def step(self, step: Step) -> None:
         """Update every parameter that has a usable gradient."""
