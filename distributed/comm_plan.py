@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking.blocks import BlockGrid, Box
+from eigengraft.blocking.stacks import Assembly
 from eigengraft.errors import name_some
 
 from .layouts import Layout, Region, regions
@@ -268,33 +269,21 @@ Arrived = Sequence[tuple[Transfer, Tensor]]
 """Transfers with the updates of their entries, which their owner has sent."""
 
 
-class Assembly:
-    """Collects received updates of entries until all updates of a shard of this rank are there."""
+def assemble(assembly: Assembly, arrived: Arrived, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Add received updates. Return the updates of those parameters for which they are now complete, by position.
 
-    def __init__(self) -> None:
-        self._begun: dict[int, Tensor] = {}
-        self._missing: dict[int, int] = {}
-
-    def add(self, arrived: Arrived, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Add received updates. Return the updates of those parameters for which they are now complete, by position.
-
-        parameters: this rank's shard of each parameter.
-        """
-        complete, targets, sources = dict[int, Tensor](), list[Tensor](), list[Tensor]()
-        for own, values in arrived:
-            at, parameter = own.position, parameters[own.position]
-            if own.whole:
-                complete[at] = values.to(own.dtype)
-                continue
-            if at not in self._begun:
-                self._begun[at] = torch.empty(parameter.shape, dtype=own.dtype, device=parameter.device)
-                self._missing[at] = parameter.numel()
-            targets.append(own.view(self._begun[at]))
-            sources.append(values)
-            self._missing[at] -= values.numel()
-        copy_all(targets, sources)
-        done = [at for at in self._begun if not self._missing[at]]
-        return {**complete, **{at: self._begun.pop(at) for at in done}}
+    parameters: this rank's shard of each parameter.
+    """
+    complete, targets, sources = dict[int, Tensor](), list[Tensor](), list[Tensor]()
+    for own, values in arrived:
+        at, held = own.position, parameters[own.position]
+        if own.whole:
+            complete[at] = values.to(own.dtype)
+            continue
+        targets.append(own.view(assembly.target(at, held.shape, own.dtype, held.device, values.numel())))
+        sources.append(values)
+    copy_all(targets, sources)
+    return {**complete, **assembly.completed(list(assembly.begun))}
 
 
 def reading(tensors: Sequence[Tensor | None] | Mapping[int, Tensor | None]) -> Source:

@@ -1,7 +1,8 @@
 """Exchange of blocks: it copies gradients to where blocks are computed, and updates to where parameters are stored.
 
 `LocalExchange` reads and writes tensors of this process alone. `RankExchange` in `rank_exchange.py` sends blocks to the
-ranks that own them, and receives updates. A parameter set calls the same methods of both classes.
+ranks that own them, and receives updates. A parameter set calls the same methods of both classes, and of the objects
+that their method `begin` returns for one step.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking import stacked_rows
-from eigengraft.blocking.stacks import side_blocks
+from eigengraft.blocking.stacks import Assembly, side_blocks
 from eigengraft.numerics import StackRows, norms_by_dtype
 from eigengraft.signals import asking, known_signals
 from eigengraft.step_context import StepContext
@@ -111,16 +113,9 @@ Write = Callable[[EntryUpdates], None]
 class LocalExchange:
     """Exchange within this process by views and copies, without messages.
 
-    A step calls `survey` and `begin`, then `gather` and `deliver` for every stack in order, then `finish`.
-
     small: stacks of small parameters, whose gradients are gathered and checked together.
     large: positions of the parameters that are in no small stack.
-    step: inputs of the present step. The attribute exists from `begin` to `finish`.
-    write: function that writes complete updates into parameters. The attribute exists from `begin` to `finish`.
     """
-
-    step: Step
-    write: Write
 
     def __init__(
         self, specs: Sequence[ParamSpec], iterates: IterateStore, tolerated: int, small: Sequence[StackState] = ()
@@ -129,31 +124,47 @@ class LocalExchange:
         self.large = [position for position in range(len(specs)) if position not in joined]
         self.names = [spec.name for spec in specs]
         self.iterates, self.tolerated = iterates, tolerated
-        self._numels = [math.prod(spec.shape) for spec in specs]
-        self._updates, self._missing, self._rms = dict[int, Tensor](), dict[int, int](), dict[int, Tensor]()
-        self._stacks: Sequence[StackState] = ()
-        self._decaying: Sequence[Tensor] | None = None
+        self.numels = [math.prod(spec.shape) for spec in specs]
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
         """Return facts about the full gradients, such as their norms, also if this rank holds only shards."""
         return LocalSurvey(given, self.small, self.large)
 
-    def begin(self, step: Step, stacks: Sequence[StackState], moved: NDArray[np.bool_], write: Write) -> None:
+    def begin(self, step: Step, stacks: Sequence[StackState], moved: NDArray[np.bool_], write: Write) -> LocalStep:
         """Begin the exchange of one step.
 
-        stacks: stacks that are updated before `finish`.
+        stacks: stacks that are updated before `LocalStep.finish`.
         moved: `[P]`, True for parameters that the step changes. It is False for a parameter whose first gradient only
             initializes statistics.
-        write: function that writes updates into parameters.
+        write: function that writes complete updates into parameters.
         """
-        self.step, self.write, self._stacks = step, write, stacks
-        self._updates, self._missing, self._rms, self._decaying = {}, {}, {}, None
+        return LocalStep(self, step, stacks, write)
 
+    def close(self) -> None:
+        """End all communication. All ranks call this method when they replace the parameter set."""
+
+    def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
+        """Raise ArithmeticError because roots of these parameters failed too often."""
+        names = sorted({self.names[position] for position in positions})
+        raise failed_roots(path or "update", self.tolerated, names)
+
+
+class LocalStep:
+    """The exchange of one step. The step calls `gather` and `deliver` for every stack in order, then `finish`.
+
+    step: inputs of the step.
+    iterates: state of the averaging and of constraints, with the parameters.
+    write: function that writes complete updates into parameters.
+    """
+
+    def __init__(self, exchange: LocalExchange, step: Step, stacks: Sequence[StackState], write: Write) -> None:
+        self.step, self.iterates, self.write = step, exchange.iterates, write
+        self._stacks, self._numels, self._assembly = stacks, exchange.numels, Assembly()
+
+    @cached_property
     def decaying(self) -> Sequence[Tensor]:
-        """Return by position the tensors to which weight decay applies. A step collects them once, for all stacks."""
-        if self._decaying is None:
-            self._decaying = self.iterates.decaying()
-        return self._decaying
+        """By position, the tensors to which weight decay applies."""
+        return self.iterates.decaying()
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         """Return blocks `[n, *block]` of a source. Gradients include the weight decay that the recipe adds to them."""
@@ -161,20 +172,21 @@ class LocalExchange:
         if source in self.step.signals:
             return stack.gather(self.step.signals[source])
         if source == "parameters":
-            return stack.gather(self.decaying())
+            return stack.gather(self.decaying)
         gradient, decays = self.step.gather(blocks), rates.decays_gradients(path)
         both = gradient, stack.gather(self.iterates.parameters) if decays else gradient
         return rates.map_rows(path, stack.param_ids, decayed_gradient, *both) if decays else gradient
 
     def parameter_rms(self, blocks: ActiveBlocks) -> Tensor:
         """Return `[n]`, for each of n blocks the root mean square of its full parameter."""
-        # computed for the parameters of all stacks together, in few kernels, before the step changes any of them
-        if not self._rms:
-            self._rms = self._root_mean_squares()
         return torch.stack([self._rms[position] for position in blocks.stack.positions]).to(blocks.stack.dtype)
 
-    def _root_mean_squares(self) -> dict[int, Tensor]:
-        """Return by position the root mean square, 0-d, of each active parameter whose stages request it."""
+    @cached_property
+    def _rms(self) -> dict[int, Tensor]:
+        """By position, the root mean square, 0-d, of each active parameter whose stages request it.
+
+        It is computed for the parameters of all stacks together, in few kernels, before the step changes any of them.
+        """
         asking = np.unique(np.concatenate([x.stack.param_ids for x in self._stacks if "parameter_rms" in x.signals]))
         return self._rms_of(asking[self.step.active[asking]].tolist())
 
@@ -200,60 +212,46 @@ class LocalExchange:
                     # update whose strides differ from the strides of its parameter
                     direction = direction.contiguous()
                 values = StackRows(direction)
-            self._move(stack.param_ids, values)
+            self._write(stack.param_ids, values)
             return
-        for position, grid in stack.grids:
-            if position not in self._updates:
-                self._updates[position] = torch.empty(grid.merged, dtype=stack.dtype, device=stack.device)
-                self._missing[position] = self._numels[position]
-            self._missing[position] -= len(grid.keys) * math.prod(stack.block)
-        stack.scatter(direction, self._updates)
-        touched = dict.fromkeys(position for position, _ in stack.grids)
-        done = [position for position in touched if self._missing[position] == 0]
-        for position in done:
-            del self._missing[position]
-        self._move(np.array(done, dtype=np.int64), [self._updates.pop(position) for position in done])
+        entries, targets = math.prod(stack.block), dict[int, Tensor]()
+        for at, grid in stack.grids:
+            numel = len(grid.keys) * entries
+            targets[at] = self._assembly.target(at, grid.merged, stack.dtype, stack.device, numel)
+        stack.scatter(direction, targets)
+        done = self._assembly.completed(targets)
+        self._write(np.array([*done], dtype=np.int64), [*done.values()])
 
-    def _move(self, positions: NDArray[np.int64], values: Sequence[Tensor] | Tensor) -> None:
+    def _write(self, positions: NDArray[np.int64], values: Sequence[Tensor] | Tensor) -> None:
         """Write updates of whole parameters."""
         self.write(EntryUpdates.of_parameters(self.iterates.parameters, positions, values))
 
-    def close(self) -> None:
-        """End all communication. All ranks call this method when they replace the parameter set."""
-
-    def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
-        """Raise ArithmeticError because roots of these parameters failed too often."""
-        names = sorted({self.names[position] for position in positions})
-        raise failed_roots(path or "update", self.tolerated, names)
-
     def finish(self) -> None:
-        """End the step after all parameters have been written."""
-        assert not self._updates
-        self._decaying = None
-        del self.step, self.write
+        """End the step after all blocks have been delivered."""
+        assert not self._assembly.begun
 
 
-Provider = Callable[[ActiveBlocks, Step, LocalExchange], Tensor | float]
+Provider = Callable[[ActiveBlocks, LocalStep], Tensor | float]
 PROVIDERS: Mapping[str, Provider] = {
-    "lr": lambda blocks, step, exchange: step.rates.step_rates(blocks.stack_state.path, blocks.stack.positions[0]).lr,
-    "parameter_rms": lambda blocks, step, exchange: exchange.parameter_rms(blocks),
+    "lr": lambda blocks, own: own.step.rates.step_rates(blocks.stack_state.path, blocks.stack.positions[0]).lr,
+    "parameter_rms": lambda blocks, own: own.parameter_rms(blocks),
 }
 """Mapping from the name of a signal to the function that computes the signal for n active blocks of a stack, as a
 number or `[n]`."""
 
 
-def find_signals(blocks: ActiveBlocks, step: Step, exchange: LocalExchange) -> dict[str, Tensor | float]:
+def find_signals(blocks: ActiveBlocks, exchange: LocalStep) -> dict[str, Tensor | float]:
     """Return by name the signals that the stages of a stack request.
 
     For n active blocks, a signal is a number, `[n]`, `[n, *block]`, or `[n, c, c]` for matrices over a side of blocks.
     Blocks with one axis have no matrix over inputs, because it is not known if the axis is one of inputs or of outputs.
     """
-    state, found = blocks.stack_state, dict[str, Tensor | float]()
+    state, step, found = blocks.stack_state, exchange.step, dict[str, Tensor | float]()
     if not (state.signals or state.totals):
         return found
     stack, known = blocks.stack, known_signals()
     for name in sorted(PROVIDERS.keys() & state.signals):
-        found[name] = PROVIDERS[name](blocks, step, exchange)
+        found[name] = PROVIDERS[name](blocks, exchange)
     for name in sorted(step.signals.keys() & state.signals):
         value = step.signals[name]
         match known[name].extent:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from eigengraft.distributed.comm_plan import (
     Arrived,
-    Assembly,
     BlockGroup,
     CommPlan,
     EntryView,
     Source,
+    assemble,
     copy_all,
     reading,
 )
@@ -33,7 +32,7 @@ from ..stacks.rank_checks import RankChecks, step_numbers
 from ..stacks.stack import ActiveBlocks, StackState, round_bytes, sends_parameters
 from ..write import IterateStore
 from ..write.write import EntryUpdates, StepRates, after_write, decayed_gradient
-from .exchange import GatherSource, LocalExchange, Step, Write, decay_source
+from .exchange import GatherSource, LocalExchange, LocalStep, Step, Write, decay_source
 from .gradients import GivenGradients, GradientSurvey
 
 
@@ -42,13 +41,16 @@ class RankExchange(LocalExchange):
 
     Blocks of most parameters are sent to the ranks that own them. Other parameters are updated in place: each rank
     computes the update of the entries that it holds, without messages, as `LocalExchange` does. If several ranks hold
-    the same entries of such a parameter, each of them updates a part of these entries, and `finish` sends each part to
-    the others.
+    the same entries of such a parameter, each of them updates a part of these entries, and `RankStep.finish` sends
+    each part to the others.
 
-    comm_step: messages of the present step. The attribute exists from `begin` to `finish`.
+    needs_rms: True if a stage requests the root mean squares of parameters.
+    needs_parameters: True if owners of blocks need the tensors to which weight decay applies.
+    sends_parameters: True if owners send updated parameters in place of updates.
+    moves_at_once: True if updates are written together at the end of a step.
+    exchanged: positions of the parameters whose blocks are sent.
+    at_end: positions of parameters that are written at the end of a step.
     """
-
-    comm_step: CommStep
 
     def __init__(
         self,
@@ -77,18 +79,16 @@ class RankExchange(LocalExchange):
         self._gathered = {i: layouts[i] for i, spec in enumerate(specs) if spec.placement and spec.placement.parts}
         self._param_gather = ParamGather(rank_group, self._gathered, self.names, recipe.distribution.message)
         self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
-        self._exchanged = [i for i, spec in enumerate(specs) if not spec.in_place]
+        self.exchanged = [i for i, spec in enumerate(specs) if not spec.in_place]
         used = [recipe.rules()[path] for path in dict.fromkeys(self.paths)]
-        self._needs_rms = any("parameter_rms" in requested(stage) for rule in used for _, stage in rule.stages())
-        self._needs_parameters = any(decay_source(recipe, path) == "parameters" for path in dict.fromkeys(self.paths))
-        self._moves_at_once = iterates.shard_sums is not None
-        self._sends_parameters = sends_parameters(specs, recipe)
-        if self._sends_parameters and iterates:
+        self.needs_rms = any("parameter_rms" in requested(stage) for rule in used for _, stage in rule.stages())
+        self.needs_parameters = any(decay_source(recipe, path) == "parameters" for path in dict.fromkeys(self.paths))
+        self.moves_at_once = iterates.shard_sums is not None
+        self.sends_parameters = sends_parameters(specs, recipe)
+        if self.sends_parameters and iterates:
             raise ValueError("distribution.gather: must be 'updates' with averaging or constraints, got 'parameters'")
-        empty = [i for i, held in enumerate(iterates.parameters) if not held.numel() and self._numels[i]]
-        self._at_end = sorted({*empty, *self._exchanged} if self._moves_at_once else empty if iterates else ())
-        self._moved = np.zeros(len(specs), dtype=np.bool_)
-        self._assembly, self._held = Assembly(), dict[int, tuple[Tensor, Tensor]]()
+        empty = [i for i, held in enumerate(iterates.parameters) if not held.numel() and self.numels[i]]
+        self.at_end = sorted({*empty, *self.exchanged} if self.moves_at_once else empty if iterates else ())
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
         numbers = step_numbers(given.rates.hypers, given.steps, self._used_gradients.count())
@@ -102,45 +102,79 @@ class RankExchange(LocalExchange):
         self._gathering = gather.finish(survey.sums)
         return survey
 
-    def begin(self, step: Step, stacks: Sequence[StackState], moved: NDArray[np.bool_], write: Write) -> None:
-        super().begin(step, stacks, moved, write)
-        self._moved = moved
+    def begin(self, step: Step, stacks: Sequence[StackState], moved: NDArray[np.bool_], write: Write) -> RankStep:
         self._used_gradients.record_step()
-        if self._needs_rms:
+        begun, self._gathering = {("gradients", index): work for index, work in self._gathering.items()}, {}
+        return RankStep(self, step, stacks, moved, write, begun)
+
+    def gather_parts(self, active: NDArray[np.bool_]) -> None:
+        """Receive the entries of active parameters that other ranks have updated, and send those of this rank."""
+        self._param_gather.run({i: local(self._parameters[i]).detach() for i in self._gathered if active[i]})
+
+    def close(self) -> None:
+        for work in self._gathering.values():
+            work.wait()
+        if self._backward_gather is not None:
+            self._backward_gather.close()
+
+    def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
+        """Record that roots of these parameters failed too often. All ranks raise the error in the next step."""
+        self.rank_checks.failed.update(positions)
+
+
+class RankStep(LocalStep):
+    """The exchange of one step between ranks. All ranks call the same methods in the same order.
+
+    exchange: the exchange of the parameter set.
+    moved: `[P]`, True for parameters that the step changes.
+    comm_step: messages of the step.
+    """
+
+    def __init__(
+        self,
+        exchange: RankExchange,
+        step: Step,
+        stacks: Sequence[StackState],
+        moved: NDArray[np.bool_],
+        write: Write,
+        begun: Mapping[tuple[str, int], Work[Tensor]],
+    ) -> None:
+        super().__init__(exchange, step, stacks, write)
+        self.exchange, self.moved, self._held = exchange, moved, dict[int, tuple[Tensor, Tensor]]()
+        if exchange.needs_rms:  # at once, because all ranks must sum together
             self._rms = self._root_mean_squares()
-        sources: dict[str, Source] = {"gradients": partial(self._entries, step)}
-        if self._needs_parameters:
-            sources["parameters"] = reading(self.decaying())
+        sources: dict[str, Source] = {"gradients": self._entries}
+        if exchange.needs_parameters:
+            sources["parameters"] = reading(self.decaying)
         for name, signal in known_signals().items():
             if signal.extent == "entry" and name in step.signals:
                 sources[name] = reading(step.signals[name])
-        begun, self._gathering = {("gradients", index): work for index, work in self._gathering.items()}, {}
-        self.comm_step = CommStep(self.comm_plan, sources, self._receive, begun)
+        self.comm_step = CommStep(exchange.comm_plan, sources, self._receive, begun)
 
     def _root_mean_squares(self) -> dict[int, Tensor]:
-        if self.comm_plan.replicated:
-            return self._rms_of(self._exchanged)
-        norms = self.rank_checks.parameter_norms(self.iterates.parameters)
-        return self._rms_from_norms(range(len(self.names)), norms)
+        if self.exchange.comm_plan.replicated:
+            return self._rms_of(self.exchange.exchanged)
+        norms = self.exchange.rank_checks.parameter_norms(self.iterates.parameters)
+        return self._rms_from_norms(range(len(norms)), norms)
 
-    def _entries(self, step: Step, position: int, view: EntryView) -> Tensor | None:
+    def _entries(self, position: int, view: EntryView) -> Tensor | None:
         """Return entries of a parameter's gradient, with the weight decay that the recipe adds to gradients.
 
         Returns None if the parameter has no gradient.
         """
-        gradient: Tensor | None = step.gradients[position]
-        path = self.paths[position]
-        if gradient is None or not step.rates.decays_gradients(path):
+        gradient: Tensor | None = self.step.gradients[position]
+        path, rates = self.exchange.paths[position], self.step.rates
+        if gradient is None or not rates.decays_gradients(path):
             return None if gradient is None else view(gradient)
         parameter, dtype = self.iterates.parameters[position], compute_dtype(gradient.dtype)
-        scale = step.rates.step_rates(path, position)
+        scale = rates.step_rates(path, position)
         return decayed_gradient(view(gradient).to(dtype), view(parameter).to(dtype), scale)
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
         group = blocks.stack_state.block_group
         if group is None:
             return super().gather(blocks, source)
-        self.comm_step.advance(self.comm_plan.starts[group])
+        self.comm_step.advance(self.exchange.comm_plan.starts[group])
         if source not in self.comm_step.sources:
             return super().gather(blocks, source)
         stack = self.comm_step.gather(group, source)
@@ -151,7 +185,7 @@ class RankExchange(LocalExchange):
         if group is None:
             super().deliver(blocks, direction)
             return
-        if self._sends_parameters:
+        if self.exchange.sends_parameters:
             direction = self._written(blocks, direction)
         self.comm_step.deliver(group, blocks.rows, direction)
 
@@ -180,37 +214,26 @@ class RankExchange(LocalExchange):
         """
         parameters = self.iterates.parameters
         if self.iterates:
-            rows = [(i, parameters[i], whole) for i, whole in self._assembly.add(arrived, parameters).items()]
+            rows = [(i, parameters[i], whole) for i, whole in assemble(self._assembly, arrived, parameters).items()]
         else:
             rows = [(x.position, x.view(parameters[x.position]), values.to(x.dtype)) for x, values in arrived]
-        if self._sends_parameters:
-            chosen = [(entries, value) for i, entries, value in rows if self._moved[i]]
+        if self.exchange.sends_parameters:
+            chosen = [(entries, value) for i, entries, value in rows if self.moved[i]]
             copy_all([entries for entries, _ in chosen], [value for _, value in chosen])
-        elif self._moves_at_once:
+        elif self.exchange.moves_at_once:
             self._held.update({i: (entries, value) for i, entries, value in rows})
         else:
             self.write(EntryUpdates.of_rows(rows))
 
-    def close(self) -> None:
-        for work in self._gathering.values():
-            work.wait()
-        if self._backward_gather is not None:
-            self._backward_gather.close()
-
-    def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
-        """Record that roots of these parameters failed too often. All ranks raise the error in the next step."""
-        self.rank_checks.failed.update(positions)
-
     def finish(self) -> None:
         active, parameters = self.step.active, self.iterates.parameters
         self.comm_step.close()
+        del self.comm_step  # it refers to this object, and tensors must be freed at once
         # All ranks must write the same parameters together: constraints sum norms over ranks, and an averaging stores
         # numbers of each parameter, such as a sum of weights. A rank without entries therefore writes zeros.
-        if chosen := [i for i in self._at_end if active[i]]:
+        if chosen := [i for i in self.exchange.at_end if active[i]]:
             for i in (i for i in chosen if i not in self._held):
                 self._held[i] = parameters[i], torch.zeros_like(parameters[i])
             self.write(EntryUpdates.of_rows((i, *self._held[i]) for i in chosen))
         super().finish()
-        del self.comm_step
-        self._rms, self._held = {}, {}
-        self._param_gather.run({i: local(self._parameters[i]).detach() for i in self._gathered if active[i]})
+        self.exchange.gather_parts(active)

@@ -27,7 +27,7 @@ from ..write import IterateStore, ParameterUpdate
 from ..write.averaging import Mode
 from ..write.write import EntryUpdates, Hyper, Rates, write
 from .capture import Graphs
-from .exchange import LocalExchange, Step, StepNumbers, decay_source, find_signals
+from .exchange import LocalExchange, LocalStep, Step, StepNumbers, decay_source, find_signals
 from .execution import choose_execution
 from .fused import Execution, Fused, InPlaceStep
 from .gradients import FiniteCheck, GivenGradients, GradientCheck, LossScale, read_answers
@@ -304,7 +304,7 @@ class ParamSet:
         moved: `[P]`, True for parameters that the step changes.
         """
         stacks = [own for states in groups for own in states]
-        self.exchange.begin(step, stacks, moved, partial(self._write, step=step, moved=moved))
+        exchange = self.exchange.begin(step, stacks, moved, partial(self._write, step=step, moved=moved))
         in_place = InPlaceStep(step, self.step_counts, self.local)
         active: NDArray[np.bool_] | None = None
         first: NDArray[np.bool_] | None = None
@@ -314,46 +314,50 @@ class ParamSet:
             self.offloaded.schedule(groups, step.active)
         for states in groups:
             if self.offloaded is None:
-                self._run_group(active_blocks(states, active, first), in_place)
+                self._run_group(active_blocks(states, active, first), exchange, in_place)
                 continue
             with self.offloaded.held(states):
-                self._run_group(active_blocks(states, active, first), in_place)
+                self._run_group(active_blocks(states, active, first), exchange, in_place)
                 in_place.run()
         in_place.run()
-        self.exchange.finish()
+        exchange.finish()
 
-    def _run_group(self, chosen: Sequence[tuple[Sequence[ActiveBlocks], bool]], in_place: InPlaceStep) -> None:
+    def _run_group(
+        self, chosen: Sequence[tuple[Sequence[ActiveBlocks], bool]], exchange: LocalStep, in_place: InPlaceStep
+    ) -> None:
         """Run one step of stacks that need the same sums over whole parameters, such as norms over all blocks.
 
         chosen: pairs (active blocks of the stacks, priming), as `active_blocks` returns them. priming: True if the
             gradient only initializes statistics of these blocks.
+        exchange: exchange of the step.
         in_place: step of the stacks that are updated within the memory of their parameters. Stacks of fused kernels are
             added to it, and the caller runs it later.
         """
         for together, priming in chosen:
             blocks, how = together[0], self.execution(together[0].stack_state)
             if isinstance(how, Fused) and blocks.stack_state.watched:
-                self._stack_step(blocks, in_place.step).rehearse()
+                self._stack_step(blocks, exchange).rehearse()
             if len(together) > 1 or not how.update(blocks, in_place):
-                self._advance(together, in_place.step, priming)
+                self._advance(together, exchange, priming)
 
-    def _advance(self, together: Sequence[ActiveBlocks], step: Step, priming: bool) -> None:
+    def _advance(self, together: Sequence[ActiveBlocks], exchange: LocalStep, priming: bool) -> None:
         """Compute and deliver the directions of blocks whose stages sum over the same parameters.
 
         together: active blocks of each stack.
+        exchange: exchange of the step.
         priming: True if the gradient only initializes statistics, and no parameter changes.
         """
-        steps = [self._stack_step(blocks, step) for blocks in together]
+        steps = [self._stack_step(blocks, exchange) for blocks in together]
         contexts = [one.context for one in steps]
         if priming:
             run_together(steps, StackStep.prime)
         else:
-            found = run_together(steps, partial(self._direction, numbers=step.step_numbers))
+            found = run_together(steps, partial(self._direction, numbers=exchange.step.step_numbers))
             del steps  # and with them the gathered gradients, which the write does not need
             for blocks, direction in zip(together, found, strict=True):
                 if self.offloaded is not None:
                     direction = self.offloaded.outlasting(direction)
-                self.exchange.deliver(blocks, direction)
+                exchange.deliver(blocks, direction)
         for blocks, context in zip(together, contexts, strict=True):
             if blocks.stack_state.failure_counts:
                 if any(context.due.values()):  # `due` has an entry for every stage
@@ -372,25 +376,25 @@ class ParamSet:
         if bad := own.failing(wait):
             self.exchange.report_failed_roots(own.path, bad)
 
-    def _stack_step(self, blocks: ActiveBlocks, step: Step) -> StackStep:
+    def _stack_step(self, blocks: ActiveBlocks, exchange: LocalStep) -> StackStep:
         """Return the step of one stack, with gathered gradients and signals."""
-        gradient = self.exchange.gather(blocks, "gradients")
-        context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, step, self.exchange))
+        gradient, step = exchange.gather(blocks, "gradients"), exchange.step
+        context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, exchange))
         mask = None if step.mask is None else step.mask[blocks.param_index]
-        decaying = self._decaying(blocks, context, step.rates)
+        decaying = self._decaying(blocks, context, exchange)
         return StackStep(blocks, gradient, mask, context, step.rates, decaying)
 
     def _direction(self, step: StackStep, numbers: StepNumbers) -> Tensor:
         return self.execution(step.blocks.stack_state).direction(step, numbers)
 
-    def _decaying(self, blocks: ActiveBlocks, context: StepContext, rates: Rates) -> Tensor | None:
+    def _decaying(self, blocks: ActiveBlocks, context: StepContext, exchange: LocalStep) -> Tensor | None:
         """Return the tensors whose weight decay is added to directions. Return None if no decay is added to them."""
         path = blocks.stack_state.path
         source = self._decay_sources[path]
-        if source is None or not (self.rules[path].after_decay or rates.decays(path)):
+        if source is None or not (self.rules[path].after_decay or exchange.step.rates.decays(path)):
             return None
         known = context.signals.get(source)
-        return known if isinstance(known, Tensor) else self.exchange.gather(blocks, source)
+        return known if isinstance(known, Tensor) else exchange.gather(blocks, source)
 
     def _write(self, updates: EntryUpdates, step: Step, moved: NDArray[np.bool_]) -> None:
         """Write updates into the parameters that the step changes.

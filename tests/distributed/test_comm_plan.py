@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from eigengraft.blocking import Blocking
-from eigengraft.distributed.comm_plan import Arrived, Assembly, BlockGroup, CommPlan, PlacedBlock, reading
+from eigengraft.blocking.stacks import Assembly
+from eigengraft.distributed.comm_plan import Arrived, BlockGroup, CommPlan, PlacedBlock, assemble, reading
 from eigengraft.distributed.comm_step import CommStep
 from eigengraft.distributed.layouts import Layout
 
@@ -124,7 +125,7 @@ def test_gradients_reach_owners_and_updates_return(
         assembly, updates = Assembly(), dict[int, Tensor]()
 
         def receive(arrived: Arrived) -> None:
-            updates.update(assembly.add(arrived, local))
+            updates.update(assemble(assembly, arrived, local))
 
         comm_step = CommStep(plan, {"gradients": reading(local)}, receive)
         for index, block_group in enumerate(block_groups):

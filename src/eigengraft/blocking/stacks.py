@@ -193,6 +193,34 @@ class Stack:
         return list(torch.split(rows, [len(grid.keys) for _, grid in self.grids]))
 
 
+class Assembly:
+    """Collects updates of parts of parameters until all updates of a parameter, or of this rank's shard, are there.
+
+    begun: updates of which parts are still missing, by position of the parameter.
+    """
+
+    def __init__(self) -> None:
+        self.begun: dict[int, Tensor] = {}
+        self._missing: dict[int, int] = {}
+
+    def target(
+        self, position: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, numel: int
+    ) -> Tensor:
+        """Return the tensor that collects the updates of a parameter. The caller writes `numel` entries of it.
+
+        shape, dtype, device: those of the tensor.
+        """
+        if position not in self.begun:
+            self.begun[position] = torch.empty(shape, dtype=dtype, device=device)
+            self._missing[position] = math.prod(shape)
+        self._missing[position] -= numel
+        return self.begun[position]
+
+    def completed(self, positions: Iterable[int]) -> dict[int, Tensor]:
+        """Return by position the updates of those of these parameters that are now complete, and forget them."""
+        return {at: self.begun.pop(at) for at in positions if not self._missing[at]}
+
+
 def _is_aligned(x: Tensor) -> bool:
     """Return True if a tensor is aligned as new tensors are, so that its products have the same rounding."""
     return x.storage_offset() * x.element_size() % ALIGNMENT == 0
