@@ -21,7 +21,7 @@ SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on three small tasks, and write a report (under 5 minutes on an idle machine)"
+	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on three small tasks, and write a report (three to five minutes on two idle cores, after the installation)"
 	@echo "make quick  run the tests that start no process and train nothing, while writing a stage (about a minute)"
 	@echo "make test   run all tests            (make test ARGS='-k house' for some of them; -n 0 in one process)"
 	@echo "make wordings  write the messages of errors to tests/wordings.txt after a rewording (ARGS=tests/laws for some tests)"
@@ -91,7 +91,8 @@ $(READY): requirements.txt pyproject.toml | links
 	@command -v "$(PYTHON)" >/dev/null || { echo "eigengraft: Python 3.11 or newer is required, but there is no '$(PYTHON)'; install it or name another: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "eigengraft: Python 3.11 or newer is required, got $$("$(PYTHON)" --version 2>&1); name another: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); echo "eigengraft: '$(PYTHON) -m venv' failed; on Debian and Ubuntu install the package python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	@echo "eigengraft: installs the $$(grep -c == requirements.txt) packages of requirements.txt into $(VENV), once; this takes minutes"
+	$(BIN)/python -m pip install --requirement requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/ready-*
 	@touch $@

@@ -55,7 +55,8 @@ class Optimizer(ComposedOptimizer):
     Args:
         params: parameters in any form that torch's optimizers accept: tensors, (name, tensor) pairs, or groups, which
             may have their own `lr` and `weight_decay`.
-        recipe: name of a shipped recipe, path of a YAML file, mapping, list of stages, or `Recipe`.
+        recipe: name of a shipped recipe, path of a YAML file, mapping, list of stages, or `Recipe`. The default is
+            AdamW.
         lr: learning rate of param groups without an `lr`. None: the learning rate of the recipe.
         weight_decay: decay rate of param groups without a `weight_decay`. None: the decay rate of the recipe.
         overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".

@@ -16,12 +16,12 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeVar, fina
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.component import ChainOf, dotted, located
+from eigengraft.component import ChainOf, located
 from eigengraft.errors import ContractError
 from eigengraft.numerics import full_products
 from eigengraft.schedules import Schedulable
 from eigengraft.signals import Request
-from eigengraft.slots import Slot, State
+from eigengraft.slots import Slot, State, dotted
 from eigengraft.step_context import StepContext
 
 from .cadence import Cadence

@@ -21,7 +21,6 @@ from eigengraft.component import OTHER_NAMES, Component, validated
 from eigengraft.errors import RecipeError, did_you_mean, near_path
 from eigengraft.optimizers.recipe.loading import YAML_SUFFIXES, parse_yaml, raw_recipe, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides, override_pairs, refuse_empty
-from eigengraft.signals import follows_run
 
 from ..tasks import Task
 from ..tasks.base import Autocast, GradientPass
@@ -132,9 +131,7 @@ class Experiment(Component):
     @property
     def run_recipe(self) -> eigengraft.Recipe:
         """The recipe, with `total_steps` set if a schedule of the recipe depends on the length of the run."""
-        if self.recipe.total_steps is not None or not follows_run(self.recipe.rules()):
-            return self.recipe
-        return self.recipe.replace(total_steps=self.steps)
+        return self.recipe.for_run(self.steps)
 
 
 def _with_recipe(data: dict[str, Any]) -> dict[str, Any]:

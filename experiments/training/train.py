@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft.errors import RecipeError
 from eigengraft.numerics import local
-from eigengraft.signals import follows_run
 
 from ..provenance import provenance_of
 from ..tasks import Batch, Metrics
@@ -98,7 +97,7 @@ def _require_extensible(run: RunDirectory, experiment: Experiment, steps: int) -
             f"{run.path}: the run cannot be extended, because a callback ended it at step {result['steps']} of {steps} "
             "and would end a longer run too"
         )
-    path = follows_run(experiment.recipe.rules()) if experiment.recipe.total_steps is None else None
+    path = experiment.recipe.lacks_total_steps()
     if path is not None:
         raise RecipeError(
             f"{run.path}: recipe.{path} depends on the length of the run, so the first {steps} steps of a longer run "

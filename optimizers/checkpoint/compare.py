@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from eigengraft.component import Component, dotted
+from eigengraft.component import Component
 from eigengraft.errors import RecipeError, first_lines, name_some
 from eigengraft.preconditioners import Stage
 from eigengraft.preconditioners.statistics import Statistic
+from eigengraft.slots import dotted
 
 from ..param_groups import check_values
 from ..recipe.loading import load_recipe, present_schema

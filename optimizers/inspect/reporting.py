@@ -18,7 +18,6 @@ from eigengraft.numerics import has_fast_bfloat16
 from eigengraft.preconditioners import Stages
 from eigengraft.preconditioners.base import walk_blocks
 from eigengraft.preconditioners.roots import ByDevice
-from eigengraft.quantization.offload import available
 from eigengraft.slots import StateKey
 
 from ..isolation import isolated
@@ -302,7 +301,7 @@ class ComposedOptimizer(torch.optim.Optimizer):
         found: dict[tuple[str, str, str, str], list[int]] = {}
         for own in self.stack_states():
             for key, stored in own.stored_slots().items():
-                slot, place = stored.slot, available(stored.location, own.stack.device)
+                slot, place = stored.slot, stored.place(own.stack.device)
                 location = "" if place is None else place.to
                 kind = str(getattr(stored.codec, "kind", ""))
                 declared = len(own.stack.param_ids) * math.prod(slot.shape) * stored.dtype.itemsize

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from eigengraft.errors import warn_user
 
 from ..optimizer import Optimizer
-from ..recipe.loading import RecipeSource
+from ..recipe.loading import RecipeSource, load_recipe
 from ..recipe.overrides import Overrides
 from ..recipe.routing import DescribedParameters, ParamInfo, canonical_names, describe_model
 from .gradient_sums import VARIANCE, watch_gradient_variance
@@ -55,7 +55,8 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
         weight_decay: weight decay; None means the recipe's.
         overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
         checked: True to check at every step that each stage keeps its contract, which is slower.
-        steps: number of steps of the run, against which schedules are checked; None if it is unknown.
+        steps: number of steps of the run, for schedules by `fraction` if the recipe has no `total_steps`, and for
+            warnings about schedules. None: it is unknown.
         silence: ids of warnings to suppress. A warning ends with its id, such as `[storage-unused]`.
         options: options of torch's optimizers, as `Optimizer` accepts them.
 
@@ -72,6 +73,8 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
     described = grouped(model, None) if isinstance(model, nn.Module) else model
     names_only = not isinstance(described, DescribedParameters)
     described = DescribedParameters.of(described)
+    if steps is not None:
+        recipe, overrides = load_recipe(recipe, overrides).for_run(steps), ()
     optimizer = Optimizer(described, recipe, lr, weight_decay, overrides=overrides, checked=checked, **options)
     asking = optimizer.param_sets.signals.asking
     if VARIANCE in asking and all(param_set.rank_group is None for param_set in optimizer.param_sets):

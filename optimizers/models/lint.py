@@ -14,7 +14,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from eigengraft.component import dotted
 from eigengraft.errors import name_some, warn_user
 from eigengraft.numerics import active_fake_mode
 from eigengraft.preconditioners.algebra.products import matrix_shape
@@ -23,7 +22,7 @@ from eigengraft.quantization import Quantizer
 from eigengraft.quantization.base import choose, choose_codec
 from eigengraft.quantization.offload import in_memory
 from eigengraft.schedules import schedules
-from eigengraft.slots import Slot, StateKey
+from eigengraft.slots import Slot, StateKey, dotted
 
 from ..optimizer import Optimizer
 from ..param_groups import unclear_heads

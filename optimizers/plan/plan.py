@@ -25,12 +25,11 @@ from eigengraft.slots import Slot
 
 from ..recipe.expect import require_expected
 from ..recipe.loading import RecipeSource, load_recipe
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import Recipe, block_bytes
 from ..recipe.routing import ParamInfo, describe_named
 from ..stacks.assignment import Advice, advise, assign_owners, common_interval
 from ..stacks.placement import ParamPlacement, ParamSpec, place, refresh_phases
 from ..stacks.stack import divide
-from ..stacks.stored_slots import block_bytes
 from .traffic import Traffic, count_owned, step_traffic
 
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from eigengraft.component import RENAMED, Component, as_declared, dotted, plain, stage_name, validated
+from eigengraft.component import RENAMED, Component, as_declared, plain, stage_name, validated
 from eigengraft.errors import RecipeError, did_you_mean, near_names, near_path
 from eigengraft.preconditioners import Stage
+from eigengraft.slots import dotted
 
 from .overrides import Overrides, apply_overrides, assign_paths, json_value, override_pairs
 from .recipe import SCHEMA_VERSION, Recipe, adam_route
@@ -290,7 +291,8 @@ def parse_yaml(text: str, source: str = "value") -> Any:
     except MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        raise RecipeError(f"{source}{where}: {error.problem or 'malformed YAML'}") from None
+        remedy = "; YAML is indented with spaces, not with tabs" if "\\t" in (error.problem or "") else ""
+        raise RecipeError(f"{source}{where}: {error.problem or 'malformed YAML'}{remedy}") from None
     except YAMLError as error:
         raise RecipeError(f"{source}: malformed YAML ({error})") from None
 

@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from eigengraft.component import Component, dotted, families, plain, stage_name
+from eigengraft.component import Component, families, plain, stage_name
 from eigengraft.errors import RecipeError, did_you_mean
+from eigengraft.slots import dotted
 
 Overrides = Mapping[str, Any] | Iterable[str] | None
 """Changes of a declaration, applied in order: a mapping {dotted path: value}, or strings "dotted.path=value"; None: no

@@ -1,28 +1,44 @@
-"""`Recipe`, the declaration of an optimizer as one frozen model. YAML and Python have the same fields."""
+"""`Recipe`, the declaration of an optimizer as one frozen model, and the slots that it declares with their storage.
+
+YAML and Python have the same fields.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from importlib import import_module
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
+import torch
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from eigengraft.blocking import Batches, Blocking, Modules, View, ViewChoice, Whole
 from eigengraft.blocking.blocks import ONE_TENSOR
-from eigengraft.component import Component, dotted
+from eigengraft.component import Component
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.errors import did_you_mean
 from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
 from eigengraft.preconditioners.cadence import Cadence
-from eigengraft.quantization.base import NEVER_CODED, Quantizer, require_coded_role, require_stage_roles
+from eigengraft.quantization.base import (
+    NEVER_CODED,
+    Location,
+    Quantizer,
+    choose,
+    require_coded_role,
+    require_stage_roles,
+)
+from eigengraft.quantization.offload import available
 from eigengraft.reference import FAMILY_MARK
-from eigengraft.signals import require_signals
-from eigengraft.slots import Role, Slot, StateKey
+from eigengraft.schedules import schedules
+from eigengraft.signals import asking, require_signals
+from eigengraft.slots import FORMAT, Role, Slot, StateKey, dotted
 
 from ..width_scaling import WidthScalingField
 from ..write import Averaging, Constraints, LineSearch, SharpnessAware
@@ -328,6 +344,21 @@ class Recipe(UpdateRule):
         """Return, for each entry of `expect`, the share of a model with these parameters that its target receives."""
         return reached(self.expect, self.rules(), [(info, *self.route(info)) for info in infos] if self.expect else [])
 
+    def lacks_total_steps(self) -> str | None:
+        """Return the path of a field or stage that depends on the length of the run, if `total_steps` is not set.
+
+        Return None if nothing depends on it, or if it is set.
+        """
+        if self.total_steps is not None:
+            return None
+        fractions = (path for path, schedule in schedules(self) if any(segment.fraction for segment in schedule))
+        found = asking(pair for where, rule in self.rules().items() for pair in rule.stages(where))
+        return next(fractions, found.get("step_fraction"))
+
+    def for_run(self, steps: int) -> Recipe:
+        """Return the recipe for a run of `steps` steps: with `total_steps` if it depends on the length of the run."""
+        return self.replace(total_steps=steps) if self.lacks_total_steps() else self
+
     def rules(self) -> dict[str, Recipe | Route]:
         """Return the update rules by path: the recipe's own under "", a route's under "routes.<name>"."""
         return {"": self, **{f"routes.{route.name}": route for route in self.routes}}
@@ -381,6 +412,84 @@ def slot_keys(rule: Recipe | Route, path: str, block: tuple[int, ...]) -> dict[S
                 found[StateKey(None, stage, name)] = slot
         rule._slots[path, block] = found
     return rule._slots[path, block].copy()
+
+
+Form = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a state tensor of one block."""
+
+
+@dataclass(frozen=True)
+class StoredSlot:
+    """A slot of a block, and how it is stored.
+
+    slot: the declaration of the slot.
+    dtype: dtype in which stages read the slot.
+    codec: quantizer that encodes the slot. None: the slot is stored as it is.
+    location: memory in which the recipe stores the slot between steps. None: the memory of the block's device.
+    """
+
+    slot: Slot
+    dtype: torch.dtype
+    codec: Quantizer | None
+    location: Location | None
+
+    def place(self, device: torch.device) -> Location | None:
+        """Return the location between steps if the block is on a device. None: the memory of the device."""
+        return None if self.location is None else available(self.location, device)
+
+    def forms(self) -> dict[str, Form]:
+        """Return shape and dtype of each tensor that stores the slot, by the `part` of its key."""
+        if self.codec is None:
+            return {"": (self.slot.shape, self.dtype)}
+        return {**_codes(self.codec, self.slot.shape, self.dtype), FORMAT: ((), torch.int64)}
+
+    def nbytes(self) -> int:
+        """Return the bytes of these tensors. The size of large codes is extrapolated from a slot with fewer rows."""
+        shape, numel = self.slot.shape, math.prod(self.slot.shape)
+        if self.codec is None:
+            return numel * self.dtype.itemsize
+        shrunk = (max(1, (1 << 22) * shape[0] // max(numel, 1)), *shape[1:]) if numel > 1 << 22 else shape
+        nbytes = sum(math.prod(own) * dtype.itemsize for own, dtype in _codes(self.codec, shrunk, self.dtype).values())
+        return nbytes * numel // max(math.prod(shrunk), 1) + torch.int64.itemsize
+
+
+@lru_cache(maxsize=4096)
+def _codes(codec: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, Form]:
+    """Return shape and dtype of each code of a slot, by name."""
+    codes = codec.encode(torch.zeros((1, *shape), dtype=dtype, device="cpu"))
+    return {name: (tuple(code.shape[1:]), code.dtype) for name, code in codes.items()}
+
+
+def stored_slots(
+    rule: Recipe | Route, path: str, block: tuple[int, ...], dtype: torch.dtype, storage: Mapping[str, Quantizer]
+) -> dict[StateKey, StoredSlot]:
+    """Return {state key: storage of the slot} for the slots of a block. The keys do not have the number of the block.
+
+    rule: the update rule of the block.
+    path: path of the rule in the recipe.
+    block: shape of the block.
+    dtype: dtype in which the block's update is computed.
+    storage: quantizers of slots, by role or path.
+    """
+    found = {}
+    for key, slot in slot_keys(rule, path, block).items():
+        quantizer = choose(storage, key, slot) if storage else None
+        codec, location = (None, None) if quantizer is None else (quantizer.codec, quantizer.location)
+        found[key] = StoredSlot(slot, slot.dtype or dtype, codec, location)
+    return found
+
+
+def block_bytes(
+    rule: Recipe | Route, path: str, block: tuple[int, ...], dtype: torch.dtype, storage: Mapping[str, Quantizer]
+) -> Counter[str]:
+    """Return the bytes of a block's state by its location between steps: "" for the device of the block.
+
+    The arguments are those of `stored_slots`.
+    """
+    found = Counter[str]()
+    for stored in stored_slots(rule, path, block, dtype, storage).values():
+        found["" if stored.location is None else stored.location.to] += stored.nbytes()
+    return found
 
 
 def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]]) -> None:

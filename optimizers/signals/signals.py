@@ -21,7 +21,7 @@ from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.errors import counted, name_some, warn_user
 from eigengraft.numerics import local, number_like
 from eigengraft.schedules import component_at, schedules, value_at
-from eigengraft.signals import PARTNER, SIDES, Signal, asking, follows_run, known_signals
+from eigengraft.signals import PARTNER, SIDES, Signal, asking, known_signals
 from eigengraft.slots import StateKey
 
 from ..recipe.recipe import Recipe, slot_keys
@@ -333,10 +333,10 @@ class Signals:
                 if request.when == "first":
                     self.open_first.setdefault(request.name, set()).add(path)
         self._totals: WeakKeyDictionary[ParamSet, Mapping[str, str]] = WeakKeyDictionary()
-        if follows_run(self._rules) and recipe.total_steps is None:
+        if (lacking := recipe.lacks_total_steps()) is not None:
             raise ValueError(
-                f"{follows_run(self._rules)}: depends on the length of the run, which is not known; set `total_steps` "
-                "of the recipe"
+                f"{lacking}: depends on the length of the run, which is not known; set `total_steps` of the recipe, or "
+                "`steps` of eigengraft.compose"
             )
 
     @contextmanager

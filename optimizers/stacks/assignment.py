@@ -30,7 +30,7 @@ from eigengraft.quantization import Quantizer
 
 from ..param_groups import flat_piece
 from ..recipe.loading import load_recipe
-from ..recipe.recipe import Recipe, Route
+from ..recipe.recipe import Recipe, Route, block_bytes
 from ..recipe.routing import ParamInfo
 from .placement import (
     ParamKey,
@@ -44,7 +44,6 @@ from .placement import (
     refreshes,
 )
 from .rank_checks import check_construction
-from .stored_slots import block_bytes
 
 FACTORIZATION = 20.0
 """Assumed cost of every decomposition of a d x d matrix, in operations per d^3. Measured on CPUs, eigh needs 10 to 28

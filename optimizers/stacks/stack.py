@@ -21,22 +21,20 @@ from torch import Tensor
 
 from eigengraft.blocking.blocks import BlockGrid
 from eigengraft.blocking.stacks import Stack, blocks_that_fit, max_blocks, split_by_size, split_ranges
-from eigengraft.component import dotted
 from eigengraft.distributed.comm_plan import BlockGroup, PlacedBlock
 from eigengraft.distributed.rank_group import HostCopy, RankGroup
 from eigengraft.numerics import compute_dtype, has_values, kept_on_device, upload
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer
 from eigengraft.quantization.base import Location
-from eigengraft.quantization.offload import HostBuffer, available
+from eigengraft.quantization.offload import HostBuffer
 from eigengraft.signals import requested
-from eigengraft.slots import FORMAT, Encoded, EncodedSlot, Slot, State, StateKey, Storage, Watch
+from eigengraft.slots import FORMAT, Encoded, EncodedSlot, Slot, State, StateKey, Storage, Watch, dotted
 from eigengraft.step_context import StepContext
 
-from ..recipe.recipe import Recipe, Route, require_slots, slot_keys
+from ..recipe.recipe import Recipe, Route, StoredSlot, require_slots, slot_keys, stored_slots
 from .delayed import StackRefreshes
 from .placement import ParamSpec, Phases
-from .stored_slots import StoredSlot, stored_slots
 
 FreshCodes = dict[tuple[str, Slot, torch.dtype, torch.device], Encoded]
 """Cache of the codes `[1, ...]` of initial values of slots. The key, (JSON of the quantizer, slot, dtype, device),
@@ -121,7 +119,7 @@ class StackState:
             of the slot.
         """
         blocks, dtype, device = len(self.stack.param_ids), self.stack.dtype, self.stack.device
-        slot, codec, location = stored.slot, stored.codec, available(stored.location, device)
+        slot, codec, location = stored.slot, stored.codec, stored.place(device)
         if codec is None and location is None:
             self.tensors[str(key)] = slot.allocate(blocks, dtype, device)
             return

@@ -10,10 +10,9 @@ from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.resharding import Entry
 from eigengraft.numerics import compute_dtype
 from eigengraft.quantization.base import Location
-from eigengraft.quantization.offload import available
 from eigengraft.slots import StateKey
 
-from ..stacks.stored_slots import stored_slots
+from ..recipe.recipe import stored_slots
 from ..step.step import ParamSet
 from ..write.averaging import Mode
 
@@ -35,7 +34,7 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, St
     for group in param_set.block_groups:
         slots = stored_slots(rules[group.path], group.path, group.shape, group.dtype, storage)
         forms = [
-            (str(own._replace(part=part)), form, available(stored.location, group.device))
+            (str(own._replace(part=part)), form, stored.place(group.device))
             for own, stored in slots.items()
             for part, form in stored.forms().items()
         ]
@@ -51,7 +50,7 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, St
             shard = layout_of_parameter(param_set, position).boxes[param_set.rank_group.rank]
             shape, dtype = shard.shape if shard.numel else spec.shape, compute_dtype(spec.dtype)
             for own, stored in stored_slots(rules[spec.path], spec.path, shape, dtype, storage).items():
-                location = available(stored.location, spec.device)
+                location = stored.place(spec.device)
                 entries[position][str(own._replace(block=0))] = StateEntry(spec.shape, stored.dtype, None, location)
         for key, tensor in state.items():
             if key not in entries[position]:

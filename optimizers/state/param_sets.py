@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from eigengraft.component import dotted
 from eigengraft.distributed.balance import Balance, Loads
 from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import fake_mode
 from eigengraft.signals import asking
+from eigengraft.slots import dotted
 
 from ..param_groups import check_values, require_facts
 from ..recipe.recipe import Recipe

@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eigengraft.component import dotted
 from eigengraft.errors import warn_user
 from eigengraft.numerics import upload
+from eigengraft.slots import dotted
 from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.stacks import BYTES_ELSEWHERE, BYTES_ON_CPU
-from eigengraft.component import dotted
 from eigengraft.numerics import (
     CHUNK_ENTRIES,
     JOINED_IN_KERNEL,
@@ -40,7 +39,7 @@ from eigengraft.numerics import (
 )
 from eigengraft.preconditioners import FirstMoment, SecondMoment
 from eigengraft.schedules import schedules
-from eigengraft.slots import StateKey
+from eigengraft.slots import StateKey, dotted
 
 from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState

@@ -24,11 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from eigengraft.blocking.parameter_sums import sums_over
-from eigengraft.component import Component, dotted
+from eigengraft.component import Component
 from eigengraft.errors import ContractError, warn_user
 from eigengraft.numerics import upload
 from eigengraft.schedules import NO_POWER, Schedule, extremes, value_at, with_numbers
-from eigengraft.slots import EncodedSlot, State, StateKey, Storage
+from eigengraft.slots import EncodedSlot, State, StateKey, Storage, dotted
 from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
 
 from ..recipe.recipe import UpdateRule

@@ -15,12 +15,12 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from eigengraft.component import ChainOf, dotted
+from eigengraft.component import ChainOf
 from eigengraft.numerics import block_norm, compute_dtype, copies, in_dtypes_of, over_stacks, safe_ratio
 from eigengraft.preconditioners.polar.spectral import NewtonSchulz, PolarSolver
 from eigengraft.schedules import Schedulable
 from eigengraft.signals import Request
-from eigengraft.slots import Slot
+from eigengraft.slots import Slot, dotted
 
 from .write import StepRates, after_write, decay, put, with_decay, write
 

@@ -133,15 +133,6 @@ mappings, lists and schedules in calls. With `validate_by_name`, it would refuse
 """
 
 
-def dotted(*names: str) -> str:
-    """Return a path in a recipe: the names that are not empty, joined by dots.
-
-    >>> dotted("routes.adam", "update", "rms"), dotted("", "update")
-    ('routes.adam.update.rms', 'update')
-    """
-    return ".".join(name for name in names if name)
-
-
 class Component(BaseModel, metaclass=ComponentType):
     """A frozen pydantic model, the base of all parts of a recipe.
 

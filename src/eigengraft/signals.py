@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 from .blocking.stacks import MatrixSide
 from .errors import did_you_mean
-from .schedules import schedules
 
 Extent = Literal["step", "parameter", "entry", "input_matrix", "output_matrix", "outputs", "partner"]
 """Shapes of the values of signals. The docstring of `Signal` explains each."""
@@ -216,13 +215,3 @@ def asking(stages: Iterable[tuple[str, Asks]]) -> dict[str, str]:
 def entries(asked: Iterable[str]) -> int:
     """Return how many of the signals named in `asked` have one number for each entry of a parameter."""
     return sum(known_signals()[name].extent == "entry" for name in asked)
-
-
-def follows_run(updates: Mapping[str, Any]) -> str | None:
-    """Return the path of a field or stage that needs the length of the run; None if there is none.
-
-    updates: updates of a recipe, by path; "" is the recipe itself.
-    """
-    fractions = [path for path, schedule in schedules(updates[""]) if any(segment.fraction for segment in schedule)]
-    found = asking(pair for where, update in updates.items() for pair in update.stages(where))
-    return next(iter(fractions), found.get("step_fraction"))

@@ -33,6 +33,15 @@ PARTNER_STAGE = "partner"
 product."""
 
 
+def dotted(*names: str) -> str:
+    """Return a path in a recipe: the names that are not empty, joined by dots.
+
+    >>> dotted("routes.adam", "update", "rms"), dotted("", "update")
+    ('routes.adam.update.rms', 'update')
+    """
+    return ".".join(name for name in names if name)
+
+
 class StateKey(NamedTuple):
     """Address of one state tensor of a parameter, as text "<block>/<stage path>/<slot>/<part>".
 

@@ -107,6 +107,15 @@ def test_schedules_beyond_the_run_are_named() -> None:
     check_said(message, "update.momentum_mixture.means.0.beta", 300, 200)
 
 
+def test_the_length_of_the_run_is_that_of_fractions() -> None:
+    schedule = {"update.momentum.beta": [{"from": 0.5, "to": 0.9, "fraction": 0.5}]}
+    for overrides, total in ((schedule, 8), ({**schedule, "total_steps": 4}, 4)):
+        assert compose("adamw", model(), overrides=overrides, steps=8).recipe.total_steps == total
+    assert compose("adamw", model(), steps=8).recipe.total_steps is None
+    with refused(ValueError, "update.momentum.beta", "total_steps"):
+        compose("adamw", model(), overrides=schedule)
+
+
 def test_an_id_silences_its_warning_alone_and_an_unknown_id_is_refused() -> None:
     both = {"storage": {"second_moment": int8(), "first_moment": int8(10**9)}}
     ids = ["storage-unused", "storage-rounds-to-zero"]
