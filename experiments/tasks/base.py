@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, final
 
@@ -181,6 +181,10 @@ def _name_rows(rows: Sequence[int]) -> str:
     return ("rows " if len(rows) > 1 else "row ") + ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
 
 
+IGNORED_CLASS = -100
+"""The class that the cross-entropy ignores, for rows without a class. It is the default of torch."""
+SAMPLED_BATCHES = 50
+"""Number of training batches that stand for the data: enough to contain most rows of a small data set."""
 _CLASSES = (torch.int64, torch.uint8)
 """Dtypes of classes that the cross-entropy of torch accepts."""
 
@@ -500,16 +504,16 @@ class Task(Component, family="task"):
             raise ValueError(
                 f"{_path(self)}: cross-entropy needs targets with one class (torch.int64) for each "
                 f"row of outputs, got targets {targets.dtype} {list(targets.shape)} for outputs {list(outputs.shape)}; "
-                "convert classes with `targets.long()`, or define `loss(self, outputs, targets)` in the task"
+                f"{_to_classes(outputs, targets)}, or define `loss(self, outputs, targets)` in the task"
             )
         try:
             return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
         except IndexError:  # raised on the CPU only; a device checks labels without telling the host
-            low, high, classes = int(targets.min()), int(targets.max()), outputs.shape[-1]
+            found = targets[targets != IGNORED_CLASS]
+            low, high, classes = int(found.min()), int(found.max()), outputs.shape[-1]
             raise LabelError(
                 f"{_path(self)}: targets from {low} to {high} are out of range, as each output has "
-                f"{classes} scores, for the classes 0 to {classes - 1}; number the classes from 0, or give the model "
-                "one output for each class"
+                f"{classes} scores, for the classes 0 to {classes - 1}; {number_classes(low)}"
             ) from None
 
     def reported(self, mean: float) -> float:
@@ -546,6 +550,36 @@ class Task(Component, family="task"):
         model.train(was_training)
         means = {name: value / count for name, value in others.items()}
         return Metrics(self.reported(total / count), hits / count if self.reports_accuracy else None, means)
+
+
+def _to_classes(outputs: Tensor, targets: Tensor) -> str:
+    """Return advice that turns targets into one class for each row of outputs."""
+    if targets.shape == outputs.shape and outputs.shape[-1] > 1:
+        return "turn one-hot rows into classes with `targets.argmax(-1)`"
+    if targets.shape == (*outputs.shape[:-1], 1):
+        return f"remove the last axis with `targets.squeeze(-1){'' if targets.dtype in _CLASSES else '.long()'}`"
+    if targets.dtype in _CLASSES:
+        return "give each row of outputs one class"
+    return "convert classes with `targets.long()`"
+
+
+def training_labels(dataset: Dataset) -> Tensor:
+    """Return the labels of all training examples in memory, or of the first batches of other data, without rows that
+    the loss ignores.
+    """
+    batches = (
+        [dataset.train] if isinstance(dataset, Examples) else map(partial(dataset.batch, 0), range(SAMPLED_BATCHES))
+    )
+    labels = torch.cat([targets.flatten() for _, targets in batches])
+    return labels[labels != IGNORED_CLASS]
+
+
+def number_classes(lowest: int) -> str:
+    """Return advice about classes without a score. If the lowest class is negative, the advice names the class that is
+    ignored.
+    """
+    advice = "number the classes from 0, and give the model one output for each class"
+    return advice if lowest >= 0 else f"{advice}; only the class {IGNORED_CLASS} is ignored, for rows without a class"
 
 
 def validation_fault(dataset: Dataset) -> str:

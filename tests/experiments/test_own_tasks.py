@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from eigengraft import RecipeError
 from eigengraft.errors import with_notes
 from eigengraft.experiments import Experiment, Report, RunLog, complete_study, load_experiment, load_study
 from eigengraft.experiments.doctor import diagnose
 from eigengraft.experiments.studies.plan import plan_runs
-from eigengraft.experiments.tasks import Batch, Dataset, Digits, Examples, Fingerprint, Task, TaskError
+from eigengraft.experiments.tasks import Batch, Dataset, Digits, Examples, Fingerprint, LabelError, Task, TaskError
 from eigengraft.experiments.tasks.base import GradientPass, generator
 from eigengraft.experiments.training.callbacks import Limits, Patience, RunView
 from eigengraft.experiments.training.imports import import_component, imported_sources
@@ -499,6 +500,8 @@ def test_a_broadcast_loss_breaks_a_law_for_every_batch(monkeypatch: pytest.Monke
     ("changed", "words"),
     [
         (lambda y: y + 1, ("training labels", "from 0 to 9", "from 1 to 10")),
+        (lambda y: y - 1, ("training labels", "from 0 to 9", "from -1 to 8", "only the class -100 is ignored")),
+        (lambda y: one_hot(y, 10), ("[64, 10]", "one-hot", "targets.argmax(-1)")),
         (lambda y: y.int(), ("training labels", "torch.int64", "torch.int32")),
         (lambda y: y.float(), ("training labels", "torch.int64", "torch.float32")),
         (lambda y: torch.full_like(y, 3), ("training labels", "class 3 alone")),
@@ -594,9 +597,27 @@ def test_mixed_precision_rounds_products_and_keeps_gradients_in_float32() -> Non
         assert 1e-5 < error < 0.05
 
 
-def test_targets_that_are_no_classes_are_refused_with_the_remedy() -> None:
-    with refused(ValueError, "task.digits", "torch.float32", "[5, 1]"):
-        Digits().loss(torch.zeros(5, 1), torch.zeros(5, 1))
+@pytest.mark.parametrize(
+    ("columns", "targets", "remedy"),
+    [
+        (1, torch.zeros(5, 1), "`targets.squeeze(-1).long()`"),
+        (3, torch.zeros(5, 1).long(), "`targets.squeeze(-1)`"),
+        (3, torch.zeros(5, 3).long(), "`targets.argmax(-1)`"),
+        (3, torch.zeros(5, 3), "`targets.argmax(-1)`"),
+        (3, torch.zeros(5), "`targets.long()`"),
+        (3, torch.zeros(4).long(), "one class"),
+    ],
+)
+def test_targets_that_are_no_classes_are_refused_with_the_remedy(columns: int, targets: Tensor, remedy: str) -> None:
+    with refused(ValueError, "task.digits", f"{targets.dtype}", f"{list(targets.shape)}", remedy):
+        Digits().loss(torch.zeros(5, columns), targets)
+
+
+def test_labels_that_are_ignored_are_no_lowest_class() -> None:
+    for lowest, ignored in ((-1, True), (-100, False)):
+        with pytest.raises(LabelError, match=f"targets from {max(lowest, -1)} to 3|targets from 1 to 3") as refusal:
+            Digits().loss(torch.zeros(3, 3), torch.tensor([lowest, 1, 3]))
+        assert ("only the class -100 is ignored" in str(refusal.value)) == ignored
 
 
 def test_patience_stops_after_so_many_evaluations_without_a_better_one() -> None:

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from eigengraft.experiments.tasks import Batch, Task
 
 _CPU = torch.device("cpu")
-_BATCHES = 50
-"""Number of training batches to check: enough to contain most rows of a small data set."""
-_IGNORED = -100
-"""Class that the cross-entropy of torch ignores."""
 
 
 def the_data_are_batches(case: Case[Task]) -> None:
@@ -74,11 +70,12 @@ def batches_are_a_pure_function_of_seed_and_step(case: Case[Task]) -> None:
 def the_data_are_finite(case: Case[Task]) -> None:
     """All numbers of the first training batches, of examples in memory, and of the validation batches are finite."""
     from eigengraft.experiments.tasks import Examples, data_fault, validation_fault
+    from eigengraft.experiments.tasks.base import SAMPLED_BATCHES
 
     data = case.component.load()
     whole = data_fault(data.train) if isinstance(data, Examples) else ""
     require(not whole, "the training data", "finite numbers", whole)
-    for step in range(_BATCHES):
+    for step in range(SAMPLED_BATCHES):
         fault = data_fault(data.batch(0, step), data.batch_rows(0, step))
         require(not fault, f"batch(0, {step}), of seed 0 and step {step + 1} of a run", "finite numbers", fault)
     fault = validation_fault(data)
@@ -134,7 +131,8 @@ def labels_are_classes_with_a_score(case: Case[Task]) -> None:
     If a task defines its own loss, its targets are labels only if it reports an accuracy, and floating-point targets
     are not checked. The class that torch ignores is never checked.
     """
-    from eigengraft.experiments.tasks import Examples, Task
+    from eigengraft.experiments.tasks import Task
+    from eigengraft.experiments.tasks.base import IGNORED_CLASS, number_classes, training_labels
 
     task, data = case.component, case.component.load()
     first = data.batch(0, 0)
@@ -143,18 +141,17 @@ def labels_are_classes_with_a_score(case: Case[Task]) -> None:
     own = type(task).loss is not Task.loss
     if own and outputs.shape[:-1] != first.targets.shape:
         return
-    batches = [data.train] if isinstance(data, Examples) else [data.batch(0, step) for step in range(_BATCHES)]
-    for name, found in (("training labels", batches), ("validation labels", list(data.evaluation()))):
-        labels = torch.cat([targets.flatten() for _, targets in found])
+    validation = torch.cat([targets.flatten() for _, targets in data.evaluation()])
+    for name, labels in (("training labels", training_labels(data)), ("validation labels", validation)):
         if labels.is_floating_point() and own:
             continue
         integer = labels.dtype in (torch.int64, torch.uint8)
         require(integer or own, name, "classes of dtype torch.int64", f"{labels.dtype}")
-        labels, classes = labels[labels != _IGNORED], outputs.shape[-1]
-        require(len(labels), name, "classes", f"only {_IGNORED}, which is ignored")
+        labels, classes = labels[labels != IGNORED_CLASS], outputs.shape[-1]
+        require(len(labels), name, "classes", f"only {IGNORED_CLASS}, which is ignored")
         low, high = int(labels.min()), int(labels.max())
         expected = f"classes from 0 to {classes - 1}, because the model has {counted(classes, 'output')} for each label"
-        remedy = in_parentheses("number the classes from 0, and give the model one output for each class")
+        remedy = in_parentheses(number_classes(low))
         require(low >= 0 and high < classes, name, expected, f"classes from {low} to {high}", remedy)
         remedy = in_parentheses("are the rows sorted by class? shuffle them before they are split")
         require(low < high, name, "two classes or more", f"class {low} alone", remedy)
