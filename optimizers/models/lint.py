@@ -135,6 +135,15 @@ def _unclear_head(composed: Composition) -> Iterator[str]:
     yield from unclear_heads(optimizer.recipe, optimizer.param_sets.rows(), composed.names_only)
 
 
+@recipe_check("lr-zero")
+def _zero_rate(composed: Composition) -> Iterator[str]:
+    """Warn if the learning rate of every group is 0. Tensors are not read, because this may wait for a device."""
+    rates = [group["lr"] for group in composed.optimizer.param_groups]
+    if rates and all(not isinstance(rate, Tensor) and rate == 0 for rate in rates):
+        own = composed.optimizer.recipe.lr
+        yield f"lr: it is 0, so that no step changes a parameter; set it{f', the recipe has {own:g}' if own else ''}"
+
+
 @recipe_check("state-large")
 def _large_state(composed: Composition) -> Iterator[str]:
     """Warn if a parameter's state is much larger than the parameter, as with a statistic of the long axis of a thin

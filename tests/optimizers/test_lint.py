@@ -95,6 +95,13 @@ def test_the_remedies_train_where_linear_codes_do_not() -> None:
     assert sizes["int8"] > 1e3 and sizes["uint8"] < 10
 
 
+def test_a_learning_rate_of_0_is_named() -> None:
+    (message,) = warned("adamw", model(), lr=0.0)
+    check_said(message, "lr", 0.001)
+    assert message.endswith("[lr-zero]")
+    assert warned("adamw", model(), lr=1e-9) == warned("adamw", model(), lr=0.0, silence=["lr-zero"]) == []
+
+
 def test_schedules_beyond_the_run_are_named() -> None:
     schedule = {"update.momentum.beta": [{"from": 0.8, "to": 0.95, "steps": 300}]}
     (message,) = warned("adamw", model(), overrides=schedule, steps=200)
