@@ -13,25 +13,29 @@ alarm costs more trust than a missed fault.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from string import Formatter
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from eigengraft import Optimizer, load_recipe
 from eigengraft.errors import RecipeError, counted, name_some, near_path
+from eigengraft.optimizers.inspect.table import USUAL
 from eigengraft.optimizers.recipe.routing import describe_model
 
 from .files import read_object
 from .reports.records import METRICS, TRAINING_LOSS, Metric, Run, error_line, grouped, read_records
 from .run_log import ends_lost, is_lost, rows_with
-from .tasks import Task
-from .tasks.base import loss_fault
+from .tasks import Dataset, Task
+from .tasks.base import IGNORED_CLASS, generator, loss_fault, number_classes, training_labels
 from .training.divergence import WORSE, Fault, FaultCause, worse_than_at_first
 from .training.experiment import Experiment, load_experiment
 from .training.outcome import Result
@@ -41,11 +45,24 @@ from .training.train import isolated_run
 LARGE_STEP = 0.3
 """Ratio |update| / |weight| of all layers together at or above which the learning rate counts as too high.
 
-Healthy ratios are between 1e-4 and 1e-2, and reach 0.1 in the first steps of a run. At ratio 1 an update is as large
-as the weights.
+Healthy ratios are those of `USUAL`. At ratio 1 an update is as large as the weights.
 """
-HEALTHY = 1e-2
-"""Largest ratio |update| / |weight| that reports call healthy. A usual ratio is a tenth of it."""
+TARGET = 0.03
+"""Ratio |update| / |weight| of the first step at which advice about the learning rate aims.
+
+The update of the first step is proportional to the learning rate, so the ratio determines the advised rate. Runs of 60
+steps of adamw, soap_fitted, muon and shampoo on digits and on two tables learned well at all ratios from 0.03 to 0.28.
+The smallest of them is the safest in long runs.
+"""
+GRADIENT_TARGET = 0.01
+"""As `TARGET`, for updates that are proportional to gradients. Such updates grow after the first step, by momentum and
+with the gradients of a model that learns.
+"""
+REMARKABLE = 3
+"""Smallest factor by which advice changes the learning rate. Also the factor if updates have a healthy size, so that
+measures support no larger one."""
+FAR = 10
+"""Ratio of the learning rate to that of its recipe, or its inverse, from which advice names the rate of the recipe."""
 HEALTHY_STEP = 0.03
 """A layer is reported for far too large updates only if the median ratio |update| / |weight| of the other layers is
 below this value.
@@ -106,7 +123,15 @@ QUICK_STEP = 1e3
 """Largest time of a step, in milliseconds, of runs whose first batch `diagnose_result` computes again."""
 
 FindingKind = Literal[
-    FaultCause, "inputs", "loss", "exploding layer", "dead layer", "stalled", "overfitting", "worse than guessing"
+    FaultCause,
+    "inputs",
+    "loss",
+    "one class",
+    "exploding layer",
+    "dead layer",
+    "stalled",
+    "overfitting",
+    "worse than guessing",
 ]
 
 
@@ -125,6 +150,9 @@ class Explanation:
     symptom: bool = False
 
 
+_HEALTHY = " to ".join(f"{end:g}" for end in USUAL["update_ratio"])
+"""The usual range of |update| / |weight|, as texts have it."""
+
 EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     "data": Explanation(
         "a row of the data has NaN or infinity, from a missing value or from a division by a spread of 0",
@@ -137,7 +165,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "labels": Explanation(
         "classes are numbered from 1, an extra class means `ignore`, or the model has too few outputs",
-        "number the classes from 0, and give the model one output for each",
+        number_classes(-1),
     ),
     "initialization": Explanation(
         "initial weights are too large for the width of their layer, or are not finite",
@@ -145,7 +173,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "learning rate": Explanation(
         "the learning rate is too high for this recipe, or rises too fast",
-        "divide lr by {factor}{clip}",
+        "{lower}{further}",
         symptom=True,
     ),
     "inputs": Explanation(
@@ -158,13 +186,18 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         "remove the softmax at the end of the model, or give outputs and targets the same shape; "
         "`eigengraft.testing.check_task` finds both before a run",
     ),
+    "one class": Explanation(
+        "another column was read as the class, or the rows are sorted by class and were split without a shuffle",
+        "read the column of the classes, and shuffle the rows before they are split; "
+        "`eigengraft.testing.check_task` finds this before a run",
+    ),
     "precision": Explanation(
         "activations or logits exceed the range of the low precision, which float32 still holds",
         "compute the layer with large numbers in float32, normalize its inputs, or remove `precision`",
     ),
     "failed root": Explanation(
         "a statistic is nearly singular or badly scaled, so that its inverse root cannot be computed",
-        "raise `eps` of the root solver, choose `solver: eigh`, lower lr, or raise `failure.roots`",
+        "raise `eps` of the root solver{solver}, lower lr, or raise `failure.roots`",
     ),
     "model": Explanation(
         "an operation of the model has no finite derivative at some input: a root or norm of 0, a log of 0",
@@ -184,23 +217,22 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "exploding layer": Explanation(
         "this layer has a learning rate, an initial size or a gain that is far from that of the other layers",
-        "lower {rate}, add a norm before it, or give it weight decay",
+        "lower {rate}, add a norm before it, or give it {decay}",
     ),
     "dead layer": Explanation(
         "its initial weights, or those of the next layer, are 0, the loss does not use it, or units behind it never "
         "fire (ReLU with very negative inputs)",
-        "check the initial weights and biases of this and the next layer, and that the loss depends on the layer; then "
-        "use a smooth activation, or remove the layer",
+        "{revive}",
     ),
     "stalled": Explanation(
         "the learning rate is far too low or too high, the run is too short, labels do not belong to inputs, or "
         "gradients are cut off",
-        "choose lr so that an update has 1e-3 times the norm of the weights; train on one batch, and check its labels",
+        "{raise}",
         symptom=True,
     ),
     "overfitting": Explanation(
         "the model has learned the training rows by heart: it is large, or trains long, for so few rows",
-        "train for fewer steps, use more data, weight decay or dropout; compare the best evaluation, not the last",
+        "train for fewer steps, use more data, {decay} or dropout; compare the best evaluation, not the last",
     ),
     "worse than guessing": Explanation(
         "labels are noise or belong to other inputs, validation rows are unlike training rows, or the model overfits",
@@ -284,6 +316,7 @@ class FirstBatch(NamedTuple):
         infinity if outputs do not have the shape of targets.
     guess: validation loss that the task reports for a uniform guess among the classes; infinity without classes.
     fault: a sentence about a loss that does not fit the outputs; "" if none was found.
+    single: a sentence about training labels that are all of one class; "" if there are more classes, or no labels.
     """
 
     loss: float
@@ -292,6 +325,7 @@ class FirstBatch(NamedTuple):
     constant: float
     guess: float
     fault: str
+    single: str
 
     @property
     def is_large(self) -> bool:
@@ -381,6 +415,51 @@ class Record:
     def numbers(self, column: str) -> list[float]:
         """Return the values of a column of metrics, without rows that lack the column."""
         return [row[column] for row in self.run.rows if row.get(column) is not None]
+
+    @property
+    def recipe_rate(self) -> float | None:
+        """The learning rate of the recipe; None if the configuration has no recipe, as that of an imported run."""
+        rate = _setting(self.run.config, "recipe", "lr")
+        return rate if isinstance(rate, (int, float)) else None
+
+    @property
+    def rate(self) -> float | None:
+        """The peak learning rate of the run: that of the experiment or else that of the recipe; None: not known."""
+        rate = _setting(self.run.config, "lr")
+        if isinstance(rate, (int, float)):
+            return rate
+        return None if self.imported else self.recipe_rate
+
+    @cached_property
+    def grows_with_gradients(self) -> bool:
+        """True if the updates of the recipe are proportional to gradients, or nearly."""
+        return not self.imported and _grows_with_gradients(self.run.config.get("recipe"))
+
+    @property
+    def target(self) -> float:
+        """The ratio |update| / |weight| at which advice about the learning rate aims."""
+        return GRADIENT_TARGET if self.grows_with_gradients else TARGET
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if a gradient other than 0 was measured."""
+        return any(self.numbers("gradient_norm"))
+
+    @property
+    def first_step(self) -> float | None:
+        """The ratio |update| / |weight| that the first step has at the peak learning rate; None if none was measured.
+
+        It is the median over layers. If the run has no table of layers, it is the first ratio in the rows. A warm-up
+        is taken into account: step k has the fraction k / warmup_steps of the peak.
+        """
+        rows = [(row["step"], row["update_ratio"]) for row in self.run.rows if row.get("update_ratio") is not None]
+        firsts = [*self.run.layers.get("update_ratio_first", {}).values()]
+        measured = [(1, median(firsts))] if firsts else rows
+        if not measured:
+            return None
+        step, ratio = measured[0]
+        warmup = 0 if self.imported else _setting(self.run.config, "schedule", "warmup_steps") or 0
+        return ratio * max(1.0, warmup / step)
 
     @property
     def imported(self) -> bool:
@@ -539,24 +618,174 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
         found += _generalization(record)
     if not any(one.kind == "failed root" for one in found):
         found += _failed_roots(record)
-    found = [replace(one, advice=_advice(record)) for one in found]
+    found = [replace(one, advice=_advice(record, one.kind)) for one in found]
     return Diagnosis(record.run.directory, tuple(found), tuple(notes), record.unfinished)
 
 
-def _advice(record: Record) -> Mapping[str, str]:
-    """Return the texts that replace the names in braces in `Explanation.remedy`, such as "{factor}", by name.
+def _setting(config: Mapping[str, Any], *path: str) -> Any:
+    """Return the value at a path of nested mappings; None if there is none."""
+    value: Any = config
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
-    The texts name only settings that the run has. If another training loop logged the run, it has none of the settings
-    of an experiment.
+
+def _lower(record: Record) -> str:
+    """Return advice to lower the learning rate by the factor that the first step supports.
+
+    Later steps do not count: their size follows from the weights and gradients of a run that diverges. If the first
+    step was not measured, or was of healthy size, the advice is to lower the rate in small steps.
     """
-    config, excess = record.run.config, _excess(record)
-    rates = ", add `schedule.warmup_steps`, or set `grad_clip: 1.0`; `tune` in a study finds lr"
-    return {
-        "factor": "10 until the loss falls" if excess is None else f"{excess:g}",
-        "rate": "`lr_multiplier` of its route" if config.get("recipe", {}).get("routes") else "lr",
-        "clip": ", start with a smaller lr, or clip gradients" if record.imported else rates,
-        "init": ", or set `task.init: spectral`" if "init" in config.get("task", {}) else "",
-    }
+    first = record.first_step
+    if first is None or not math.isfinite(first):
+        return f"divide lr by 10 until the loss falls{_of_recipe(record)}"
+    target = record.target
+    if first < REMARKABLE * target:
+        return f"divide lr by {REMARKABLE} until the loss falls{_of_recipe(record)}"
+    return f"divide lr by {_rounded(first / target)}{_advised(record, target / first)}{_of_recipe(record)}"
+
+
+def _raise(record: Record) -> str:
+    """Return advice about a loss that does not fall. Its factor on the learning rate follows from the largest update.
+
+    If the updates were large enough to change the weights by their own norm, the advice is not to raise the rate.
+    """
+    own, largest = record.recipe_rate, record.largest_step
+    if record.rate == 0 or (largest == 0 and record.has_gradients):  # all updates were rounded to 0
+        return f"set lr to {f'that of the recipe, {own:g}' if own else 'a positive number'}"
+    batch = "train on one batch, and check its labels"
+    if not largest or largest * record.run.rows[-1]["step"] >= 1 or largest * REMARKABLE > record.target:
+        return (
+            f"{batch}; if the model learns them, train for more steps, or try an lr 3 times larger and 3 times smaller"
+        )
+    factor = record.target / largest
+    text = f"multiply lr by {_rounded(factor)}{_advised(record, factor)}{_of_recipe(record)}, or train for more steps"
+    return f"{text}; if the loss still does not fall, {batch}"
+
+
+def _rounded(factor: float) -> str:
+    """Return a factor with one significant digit."""
+    return f"{float(f'{factor:.0e}'):g}"
+
+
+def _advised(record: Record, factor: float) -> str:
+    """Return a clause with the learning rate that the factor gives; "" if the rate of the run is not known."""
+    return f", to {_rounded(record.rate * factor)}" if record.rate else ""
+
+
+def _of_recipe(record: Record) -> str:
+    """Return a clause about the learning rate of the recipe if that of the run is far from it, else ""."""
+    own, rate = record.recipe_rate, record.rate
+    far = own and rate and not own / FAR < rate < own * FAR
+    return f" (the recipe has lr {own:g})" if far else ""
+
+
+def _further(record: Record) -> str:
+    """Return further advice against a learning rate that is too high, without settings that the run has.
+
+    If another training loop logged the run, it has none of the settings of an experiment. Clipping is advised only if
+    updates grow with gradients.
+    """
+    config = record.run.config
+    if record.imported:
+        return ", start with a smaller lr, or clip gradients"
+    parts = [] if _setting(config, "schedule", "warmup_steps") else ["add `schedule.warmup_steps`"]
+    if config.get("grad_clip") is None and record.grows_with_gradients:
+        parts.append("set `grad_clip: 1.0`")
+    listed = "".join(f", {'or ' if part == parts[-1] else ''}{part}" for part in parts)
+    return f"{listed}; `tune` in a study finds lr"
+
+
+def _grows_with_gradients(recipe: Any) -> bool:
+    """Return True if gradients that are 1000 times larger make the updates of a matrix at least twice as large.
+
+    The recipe's own update is tried in three steps, without communication. Returns False if this is not possible, as
+    for an update that needs a model.
+    """
+    sizes, draws = [], generator(0)
+    gradients = [torch.from_numpy(draws.standard_normal((8, 8))).float() for _ in range(3)]
+    start = torch.eye(8, dtype=torch.float32, device="cpu")
+    try:
+        own = load_recipe({**recipe, "routes": [], "expect": {}, "compile": False, "distribution": {"mode": "local"}})
+        for scale in (1.0, 1e3):
+            weight = nn.Parameter(start.clone())
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+                optimizer = Optimizer([("weight", weight)], own.replace(total_steps=3), lr=1e-3, weight_decay=0.0)
+                for gradient in gradients:
+                    weight.grad = gradient * scale
+                    optimizer.step()
+            sizes.append(float((weight.detach() - start).norm()))
+    except Exception:  # a stage of the user may raise any error
+        return False
+    return sizes[1] >= 2 * sizes[0] > 0
+
+
+def _rate(record: Record) -> str:
+    """Return the name of the setting that scales the updates of one layer."""
+    return "`lr_multiplier` of its route" if _setting(record.run.config, "recipe", "routes") else "lr"
+
+
+def _init(record: Record) -> str:
+    """Return advice to choose other initial weights if the task has the setting."""
+    task = record.run.config.get("task", {})
+    return ", or set `task.init: spectral`" if task.get("init", "spectral") != "spectral" else ""
+
+
+def _decay(record: Record) -> str:
+    """Return the name of weight decay in advice, "more weight decay" if the run has some."""
+    own = record.run.config.get("weight_decay")
+    rate = _setting(record.run.config, "recipe", "weight_decay", "rate") if own is None else own
+    return "more weight decay" if rate else "weight decay"
+
+
+def _solver(record: Record) -> str:
+    """Return advice to choose the solver `eigh` if a root has another one."""
+    solvers = _solvers(record.run.config.get("recipe"))
+    return "" if solvers and all(_setting(one, "kind") == "eigh" for one in solvers) else ", choose `solver: eigh`"
+
+
+def _solvers(config: Any) -> list[Any]:
+    """Return the values of all fields `solver` in nested data."""
+    if isinstance(config, Mapping):
+        own = [config["solver"]] if isinstance(config.get("solver"), Mapping) else []
+        return [*own, *(solver for value in config.values() for solver in _solvers(value))]
+    return [solver for value in config for solver in _solvers(value)] if isinstance(config, (list, tuple)) else []
+
+
+def _revive(record: Record) -> str:
+    """Return advice about layers without a gradient. It is about initial weights if a layer has only zeros."""
+    norms = record.run.layers.get("weight_norm", {})
+    if any(all(norms[name] == 0 for name in own) for own in grouped(norms, _layer).values()):
+        return (
+            "give these layers random initial weights; at most one of two layers in a row, such as the last, may begin "
+            "with weights of 0"
+        )
+    return (
+        "check the initial weights and biases of this and the next layer, and that the loss depends on the layer; then "
+        "use a smooth activation, or remove the layer"
+    )
+
+
+ADVICE: Mapping[str, Callable[[Record], str]] = {
+    "lower": _lower,
+    "further": _further,
+    "raise": _raise,
+    "rate": _rate,
+    "init": _init,
+    "decay": _decay,
+    "solver": _solver,
+    "revive": _revive,
+}
+"""For each name in braces in `Explanation.remedy`, the function that returns the text for a run.
+
+The texts name only settings that the run has, and no setting that already has the advised value.
+"""
+
+
+def _advice(record: Record, kind: FindingKind) -> Mapping[str, str]:
+    """Return the texts that the remedy of a kind of findings needs, by name."""
+    named = [name for _, name, _, _ in Formatter().parse(EXPLANATIONS[kind].remedy) if name]
+    return {name: ADVICE[name](record) for name in named}
 
 
 def _of_fault(record: Record) -> Iterator[Finding]:
@@ -617,6 +846,8 @@ def _of_end(record: Record) -> Iterator[Finding]:
         yield Finding("error", None, "", error_line(record.run.error))
     elif record.run.result.get("diverged") or record.ended_by_fault:
         return
+    elif record.rate == 0 and not record.imported and not record.largest_step:
+        yield Finding("stalled", None, "", "lr is 0, so that no step changes a weight")
     elif seen := _rise(record) or "; ".join(filter(None, (_burst(record), _grown(record)))):
         yield Finding("learning rate", None, record.fastest, f"{seen}{_step_size(record)}")
     elif _is_stalled(record):
@@ -680,29 +911,12 @@ def _step_size(record: Record) -> str:
     largest = record.largest_step or 0.0
     if largest < LARGE_STEP:
         return ""
-    text = f"; an update had {largest:.2g} times the norm of the weights, and 1e-4 to 1e-2 are healthy"
+    text = f"; an update had {largest:.2g} times the norm of the weights, and {_HEALTHY} are healthy"
     if name := record.fastest:
         _, peak, typical = record.peak
         text += f"; the largest was that of {name}, {peak:.3g} times, against {typical:.3g} times (median) of the other"
         text += f" layers{_route(record, name)}"
     return text
-
-
-def _excess(record: Record) -> float | None:
-    """Return the power of ten, at least 10, by which the first measured step exceeds the largest healthy step.
-
-    Later steps do not count: their size follows from the weights and gradients of a run that diverges. Returns None if
-    the first step was not measured or was of usual size, as in a warm-up. The power is at most 1e6.
-    """
-    firsts = [*record.run.layers.get("update_ratio_first", {}).values()]
-    first = median(firsts) if firsts else next(iter(record.numbers("update_ratio")), 0.0)
-    factor = _power(min(first / HEALTHY, 1e6)) if HEALTHY <= first < math.inf else 1.0
-    return factor if factor >= 10 else None
-
-
-def _power(ratio: float) -> float:
-    """Return the power of ten that is nearest to a ratio."""
-    return 10.0 ** round(math.log10(ratio))
 
 
 def _route(record: Record, layer: str) -> str:
@@ -784,13 +998,18 @@ def _dead_layers(parameters: list[str], dead: list[str]) -> tuple[str, str]:
     parameters: names of all parameters, in the order of the model.
     dead: names of the parameters without a gradient.
     """
-    layers = grouped(parameters, lambda name: name.rpartition(".")[0] or name)
+    layers = grouped(parameters, _layer)
     silent = [layer for layer, own in layers.items() if set(own) <= set(dead)]
     partly = [name for layer, own in layers.items() if layer not in silent for name in own if name in dead]
     stops = [layer for layer, after in pairwise(layers) if layer in silent and set(layers[after]) & set(partly)]
     first = layers[[*stops, *silent][0]][0] if silent else partly[0]
     parts = [f"all parameters of {name_some(silent, 8)}"] if silent else []
     return first, ", and ".join([*parts, *([name_some(partly, 8)] if partly else [])])
+
+
+def _layer(parameter: str) -> str:
+    """Return the name of the layer that has a parameter."""
+    return parameter.rpartition(".")[0] or parameter
 
 
 def _is_stalled(record: Record) -> bool:
@@ -813,15 +1032,14 @@ def _stalled(record: Record) -> Finding:
     text = f"the {record.loss.title} does not fall: {record.first_loss:.4g} at first, "
     text += f"{record.last_loss:.4g} in the last quarter of the rows (median)"
     if (small := _too_small(record)) is not None:
-        text += f"; updates had at most {small:.2g} times the norm of the weights, and 1e-4 to 1e-2 are healthy"
-        by = f" by a factor of {_power(HEALTHY / 10 / small):g}" if small else ""
-        return Finding("stalled", None, "", f"{text}, so that the learning rate is too low; raise lr{by}")
+        text += f"; updates had at most {small:.2g} times the norm of the weights, and {_HEALTHY} are healthy"
+        low = small or record.has_gradients
+        return Finding("stalled", None, "", f"{text}{', so that the learning rate is too low' if low else ''}")
     if large := _step_size(record):
         return Finding("learning rate", None, record.fastest, text + large)
     largest = record.largest_step
     if largest is not None:
-        text += f"; updates had at most {largest:.2g} times the norm of the weights"
-        text += ", so that the learning rate is too low" if largest < SMALL_STEP else ""
+        text += f"; updates had at most {largest:.2g} times the norm of the weights, and {_HEALTHY} are healthy"
     return Finding("stalled", None, "", text)
 
 
@@ -839,6 +1057,8 @@ def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Findi
         return
     if start.fault:
         yield Finding("loss", 1, "", start.fault)
+    if start.single:
+        yield Finding("one class", 1, "", start.single)
     if start.unscaled and (sick or start.is_large or _learned_poorly(record, start)):
         yield Finding("inputs", 1, "", start.unscaled)
     elif start.is_large:
@@ -862,7 +1082,24 @@ def _start(experiment: Experiment, model: nn.Module) -> FirstBatch:
     constant = math.log(classes) if classes > 1 else _of_mean(task, outputs, targets)
     guess = task.reported(math.log(classes)) if classes > 1 else math.inf
     fault = loss_fault(task, outputs, targets)
-    return FirstBatch(loss, _unscaled(inputs, data.columns), classes, constant, guess, fault)
+    single = _single_class(data, targets) if classes or task.reports_accuracy else ""
+    return FirstBatch(loss, _unscaled(inputs, data.columns), classes, constant, guess, fault, single)
+
+
+def _single_class(data: Dataset, targets: Tensor) -> str:
+    """Return a sentence if all training labels are of one class; else "".
+
+    targets: labels of the first batch. Other labels are read only if these are of one class.
+    """
+    if targets.is_floating_point() or not _are_equal(targets[targets != IGNORED_CLASS]):
+        return ""
+    found = training_labels(data)
+    return f"all {len(found)} training labels are of class {int(found[0])}" if _are_equal(found) else ""
+
+
+def _are_equal(labels: Tensor) -> bool:
+    """Return True if there are labels, and all are equal."""
+    return labels.numel() > 0 and bool(labels.min() == labels.max())
 
 
 def _of_mean(task: Task, outputs: Tensor, targets: Tensor) -> float:

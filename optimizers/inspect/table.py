@@ -77,7 +77,7 @@ _COUNTS = ("zero_gradients", "skipped", "failures")
 """Measures that count events. A layer with the count 0 has no problem and is never listed as the worst."""
 
 USUAL: Mapping[str, tuple[float, float]] = {
-    "update_ratio": (1e-4, 1e-2),
+    "update_ratio": (1e-4, 0.1),
     "skipped": (0, 0),
     "failures": (0, 0),
     "condition": (1, 1e6),
@@ -88,7 +88,9 @@ USUAL: Mapping[str, tuple[float, float]] = {
 }
 """Usual range of a measure, where one is known.
 
-- update_ratio: rule of thumb for learning rates; the first steps of a run reach 0.1.
+- update_ratio: rule of thumb for learning rates is 1e-4 to 1e-2. Short runs of small models need more: of 108 runs of
+  60 steps of adamw, soap_fitted, muon and shampoo on digits and two tables, 45 halved their loss. These had 0.005 to
+  0.13 from step 10 on.
 - condition: above 1e6, rounding in float32 (6e-8) changes the least eigenvalue by more than 6 %.
 - residual, storage_error: an error of 1 means that the root, or the stored number, is 0.
 - angle: above 45 degrees, A q is closer to other directions than to q.

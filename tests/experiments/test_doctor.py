@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eigengraft import RecipeError, Stage, State, StepContext
+from eigengraft import RecipeError, Stage, State, StepContext, load_recipe
 from eigengraft.experiments import Experiment, RunLog, Tick, train
 from eigengraft.experiments.doctor import EXPLANATIONS, Diagnosis, diagnose, diagnose_all, diagnose_result
 from eigengraft.experiments.files import read_object
@@ -186,11 +187,11 @@ def test_a_loss_of_the_task_is_not_compared_with_a_uniform_guess(
     assert treated(patient(), tmp_path) == Diagnosis(tmp_path, ())
 
 
-@pytest.mark.parametrize(("lr", "factor"), [(10.0, "10000"), (1e6, "1e+06")])
+@pytest.mark.parametrize(("lr", "factor"), [(10.0, "2000, to 0.005"), (1e6, "2e+08, to 0.005")])
 def test_the_advice_and_the_loss_at_the_end_follow_from_the_measures(lr: float, factor: str, tmp_path: Path) -> None:
     result = train(patient(recipe="signum", lr=lr, log_every=20), tmp_path)
     (found,) = diagnose(tmp_path).findings
-    assert found.kind == "learning rate" and f"divide lr by {factor}, " in found.remedy
+    assert found.kind == "learning rate" and f"divide lr by {factor} (the recipe has lr 0.0001), " in found.remedy
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     end = f"to {rows[-1]['loss']:.4g} at the end"
     assert end in found.text and end in result.diagnosis
@@ -229,7 +230,7 @@ def test_the_factor_is_not_that_of_steps_after_the_loss_exploded(tmp_path: Path)
         for step, ratio in enumerate([0.008, 0.2, 40.0, 900.0, 0.1, 0.1, 0.1, 0.1], start=1):
             log.row(step, 2.0 * step, update_ratio=ratio)
     (found,) = diagnose(tmp_path).findings
-    assert found.kind == "learning rate" and "divide lr by 10 until the loss falls, " in found.remedy
+    assert found.kind == "learning rate" and "divide lr by 3 until the loss falls, " in found.remedy
 
 
 def test_inputs_of_different_scale_explain_a_large_first_loss_although_the_model_learns(tmp_path: Path) -> None:
@@ -299,6 +300,105 @@ def test_advice_names_a_setting_of_the_task_only_if_the_task_has_it(
     (tmp_path / "fault.json").write_text(json.dumps(fault))
     (found,) = diagnose(tmp_path).findings
     assert ("task.init" in found.remedy) == named
+
+
+def advised(diagnosis: Diagnosis) -> float:
+    """The learning rate that the first finding advises."""
+    found = diagnosis.findings[0]
+    rate = re.search(r"lr by \S+, to ([0-9.e+-]+)", found.remedy)
+    assert rate is not None, found.remedy
+    return float(rate[1])
+
+
+@pytest.mark.parametrize("recipe", ["adamw", "soap_fitted", "muon", "shampoo", "sgd"])
+@pytest.mark.parametrize("lr", [1e-9, 1e-5, 30.0, 3e3])
+def test_a_learning_rate_that_is_advised_is_healthy(recipe: str, lr: float, tmp_path: Path) -> None:
+    rate = advised(treated(patient(recipe=recipe, lr=lr), tmp_path / "sick"))
+    assert not treated(patient(recipe=recipe, lr=rate), tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fields", "named"),
+    [
+        ("sgd", {}, ["warmup_steps", "grad_clip"]),
+        ("sgd", {"grad_clip": 1e9}, ["warmup_steps"]),
+        ("signum", {"schedule": {"kind": "linear", "warmup_steps": 5}}, []),
+        ("adamw", {}, ["warmup_steps"]),
+        ("soap_fitted", {}, ["warmup_steps"]),
+        ("muon", {}, ["warmup_steps"]),
+    ],
+)
+def test_advice_names_no_setting_that_the_run_has_or_that_cannot_help(
+    recipe: str, fields: dict[str, Any], named: list[str], tmp_path: Path
+) -> None:
+    found = treated(patient(recipe=recipe, lr=1e3, **fields), tmp_path).findings[0]
+    assert found.kind == "learning rate"
+    assert [name for name in ("warmup_steps", "grad_clip") if name in found.remedy] == named
+    assert "; `tune` in a study finds lr" in found.remedy
+
+
+def test_the_first_step_of_a_warm_up_counts_at_the_peak_of_the_learning_rate(tmp_path: Path) -> None:
+    warm = patient(recipe="signum", lr=100.0, schedule={"kind": "constant", "warmup_steps": 20})
+    rates = [advised(treated(run, tmp_path / name)) for name, run in (("warm", warm), ("cold", cold(warm)))]
+    assert rates[0] == rates[1] < 0.03
+
+
+def cold(experiment: Experiment) -> Experiment:
+    """The experiment without a warm-up."""
+    return experiment.model_copy(update={"schedule": type(experiment.schedule)()})
+
+
+def test_a_learning_rate_of_0_is_named(tmp_path: Path) -> None:
+    for name, fields in (("whole", {}), ("few rows", {"steps": 2})):
+        with pytest.warns(UserWarning, match="lr-zero"):
+            (found,) = treated(patient(lr=0.0, **fields), tmp_path / name).findings
+        assert found.kind == "stalled" and "lr is 0" in found.text
+        assert found.remedy == "set lr to that of the recipe, 0.001"
+
+
+def test_updates_that_are_rounded_to_0_are_a_learning_rate_that_is_too_low(tmp_path: Path) -> None:
+    (found,) = treated(patient(lr=1e-30), tmp_path).findings
+    assert found.kind == "stalled" and "at most 0 times" in found.text and "too low" in found.text
+    assert found.remedy == "set lr to that of the recipe, 0.001"
+
+
+def test_a_stall_of_a_run_with_large_updates_is_not_the_learning_rate(tmp_path: Path) -> None:
+    """Updates of 0.002 times the weights in 1000 steps are enough to replace them."""
+    with RunLog(tmp_path, "text", 1000) as log:
+        for row in range(1, 9):
+            log.row(row * 125, 2.0, update_ratio=0.002)
+    (found,) = diagnose(tmp_path).findings
+    assert found.kind == "stalled" and found.remedy.startswith("train on one batch")
+
+
+@pytest.mark.parametrize(("recipe", "named"), [("adamw", "more weight decay"), ("sgd", ", weight decay")])
+def test_advice_for_weight_decay_says_more_if_the_run_has_some(recipe: str, named: str, tmp_path: Path) -> None:
+    with RunLog(tmp_path, "text", 4, recipe=load_recipe(recipe).model_dump(mode="json")) as log:
+        for step, (loss, val_loss) in enumerate([(2.0, 0.55), (0.4, 0.9), (0.01, 1.4), (1e-4, 1.8)], start=1):
+            log.row(step, loss, val_loss=val_loss)
+    (found,) = diagnose(tmp_path).findings
+    assert found.kind == "overfitting" and named in found.remedy
+
+
+def test_weights_that_begin_with_0_are_no_matter_of_the_activation(tmp_path: Path) -> None:
+    assert "random initial weights" in treated(patient("zero"), tmp_path / "zero").findings[0].remedy
+    assert "smooth activation" in treated(patient("dead"), tmp_path / "dead").findings[0].remedy
+
+
+def test_labels_of_one_class_are_found_although_the_model_learns_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Patient.load
+
+    def constant(self: Patient) -> Dataset:
+        data = load(self)
+        assert isinstance(data, Examples)
+        data.train.targets.fill_(2)
+        return data
+
+    monkeypatch.setattr(Patient, "load", constant)
+    (found,) = treated(patient(), tmp_path).findings
+    assert (found.kind, found.text) == ("one class", "all 64 training labels are of class 2")
 
 
 def test_advice_about_a_run_of_another_loop_names_no_setting_of_experiments(tmp_path: Path) -> None:
@@ -404,7 +504,7 @@ def test_updates_that_are_far_too_small_are_a_stall_although_batches_differ(tmp_
     result = read_object(tmp_path / "result.json")
     (tmp_path / "result.json").write_text(json.dumps({**result, "first_loss": 1.6}))  # an unusual first batch
     (found,) = diagnose(tmp_path).findings
-    assert found.kind == "stalled" and "e-09 times" in found.text and "raise lr" in found.text
+    assert found.kind == "stalled" and "e-09 times" in found.text and "multiply lr by " in found.remedy
 
 
 @pytest.mark.parametrize(("steps", "kinds"), [(1000, ["stalled"]), (10_000, [])])
@@ -428,6 +528,7 @@ def test_a_root_that_fails_is_named_with_its_layer(tmp_path: Path, monkeypatch: 
     root = ended.findings[0]
     assert (root.kind, root.step) == ("failed root", 5)
     assert root.layer.startswith("0.weight: ") and "failures" in root.layer
+    assert "solver: eigh" not in root.remedy and "raise `eps` of the root solver, lower lr" in root.remedy
     kept = treated(patient(recipe={"update": ROOTS, "failure": {"roots": 99}}, lr=1e-2), tmp_path / "tolerated")
     root = kept.findings[-1]
     assert root.kind == "failed root" and root.step == 5 and "12 of 12 rows" in root.text

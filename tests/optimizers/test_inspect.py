@@ -256,7 +256,7 @@ def test_the_worst_rows_are_the_ends_of_each_measure() -> None:
     def row(name: str, measure: str, value: float) -> Measurement:
         return Measurement(name, None, "", "", measure, (value, 1.0, 1.0))
 
-    rows = [row("a", "update_ratio", 0.5), row("b", "update_ratio", 0.1), row("c", "update_ratio", math.nan)]
+    rows = [row("a", "update_ratio", 0.5), row("b", "update_ratio", 0.2), row("c", "update_ratio", math.nan)]
     rows += [row("a", "skipped", 0.0), row("b", "skipped", 0.0), row("a", "condition", 3.0), row("b", "condition", 2.0)]
     worst = Inspection((*rows, row("a", "cosine", 0.1))).worst()
     assert [(one.parameter, one.measure) for one in worst] == [
@@ -264,7 +264,7 @@ def test_the_worst_rows_are_the_ends_of_each_measure() -> None:
     ]  # fmt: skip
     assert [one.unusual for one in worst] == [True, True, False] and not row("a", "cosine", math.nan).unusual
     head, largest, smallest, condition = str(worst).splitlines()
-    assert head.endswith("usual") and largest.endswith("0.0001 to 0.01  outside") and smallest.endswith("outside")
+    assert head.endswith("usual") and largest.endswith("0.0001 to 0.1  outside") and smallest.endswith("outside")
     assert condition.endswith("1 to 1e+06") and "usual" not in str(Inspection(tuple(rows)))
 
 
