@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -304,7 +305,7 @@ def training_progress(name: str) -> Iterator[Callable[[Tick], None]]:
 def _print_cells(preview: StudyPreview) -> None:
     """Print a row for each cell: labels, runs, their expected time, and bytes of state."""
     axes = preview.cells[0].labels
-    numbers = ("runs", "complete", "timed", "tuning, at most", "seconds a run, guessed", "state bytes", "parameters")
+    numbers = ("runs", "complete", "timed", "tuning, at most", "seconds a run, about", "state bytes", "parameters")
     rows = []
     for cell in preview.cells:
         counts = (cell.runs, cell.complete, cell.timing, cell.tuning)
@@ -339,7 +340,18 @@ def sentence(preview: StudyPreview) -> str:
     at_most = "at most " if any(cell.tuning for cell in preview.cells) else ""
     runs = f"{preview.name}: {at_most}{counted(preview.runs, 'run')} in {counted(len(preview.cells), 'cell')}"
     timed = "; steps of other cells than the baseline's follow from the timed runs"
+    source = f"by the time of {counted(preview.measured, 'finished run')}"
+    if not preview.measured:
+        source = f"guessed from operations for an idle core of a common desktop{_load()}"
     return (
-        f"{runs}, about {_duration(preview.seconds)} on one core; such a guess may be off by a factor of a few"
+        f"{runs}, about {_duration(preview.seconds)} on one core besides the start of processes, {source}"
         f"{timed if any(cell.timing for cell in preview.cells) else ''}"
     )
+
+
+def _load() -> str:
+    """Return the end of a sentence about the other load of the machine, "" if it has an idle core."""
+    from ..studies.running import available_cores
+
+    share = os.getloadavg()[0] / available_cores() if hasattr(os, "getloadavg") else 0.0
+    return f", of which this machine has none: {share:.0f} processes share each core" if share >= 1.5 else ""

@@ -13,25 +13,25 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from eigengraft.component import validated
-from eigengraft.errors import RecipeError, first_lines, name_some
+from eigengraft.errors import RecipeError, counted, first_lines, name_some
 
 from ..files import make_directory, short_name
 from ..provenance import provenance_changes
 from ..reports.records import MANIFEST, METRICS, Metric, Run, TunedCell, cell_name
 from ..tasks import Fingerprint, Task
-from ..tasks.base import require_batch
 from ..training.callbacks import Limits, StopAfter
 from ..training.environment import describe_provenance
 from ..training.experiment import Experiment, load_experiment
-from ..training.rundir import RunDirectory
+from ..training.rundir import RunDirectory, config_changes
 from .study import Setting, Study, combinations, inside
 from .tuning import Trial, Tuning, Values, trial_name
 
+Phase = Literal["timing", "tuning", "study"]
 PHASES = tuple(map(Path, ("", "timing", "tuning")))
 """Directories of a study that contain directories of cells: runs of the study itself, of timing and of searches."""
 
@@ -50,6 +50,12 @@ class PlannedRun:
     seed: int
     experiment: Experiment
     directory: str
+
+    @property
+    def cell(self) -> str:
+        """Name of the directory of the run's cell, inside a directory of `PHASES`."""
+        phase, *rest = Path(self.directory).parts
+        return rest[0] if Path(phase) in PHASES else phase
 
     @property
     def title(self) -> str:
@@ -154,19 +160,69 @@ def require_metric(study: Study, planned: Iterable[PlannedRun]) -> None:
             )
 
 
-def refuse_changed(planned: list[PlannedRun], directory: Path) -> None:
-    """Raise RecipeError if a run in `directory` has other settings than the planned run in the same place."""
-    faults = []
+_REMEDY = "Choose another `name` for the study or another directory with --out (in Python: `directory`)"
+"""Advice for a study whose directory has runs that it cannot continue."""
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """The checked runs of a study. Nothing has been run or written.
+
+    phase: "timing" if `next` only measures the time of a step, "tuning" if it has the next runs of searches, "study" if
+        it has the runs that the study compares.
+    next: all runs of the phase.
+    left: runs of the phase without a result.
+    own: the runs that the study compares, with the steps and values that are known so far.
+    tuned: results of completed searches, by name of the cell.
+    """
+
+    phase: Phase
+    next: tuple[PlannedRun, ...]
+    left: tuple[PlannedRun, ...]
+    own: tuple[PlannedRun, ...]
+    tuned: Mapping[str, TunedCell]
+
+
+def plan_study(study: Study, directory: Path, failed: Collection[str] = ()) -> StudyPlan:
+    """Check every cell of the study, and every run that `directory` has already. Return the runs.
+
+    Raises RecipeError if a cell is invalid, if a task does not report the metric, or if `directory` has runs with other
+    settings, code or data.
+
+    failed: directories of runs that failed; in searches, their values count as diverged.
+    """
+    if study.tune is not None or study.equal == "seconds":
+        plan_runs(study)  # reports every invalid cell, where a search would stop at the first
+    timing, timed = plan_timing(study, directory, failed)
+    tuning, tuned = ([], {}) if timing else plan_tuning(timed, directory, failed)
+    own = plan_runs(timed, tuned)
+    planned = timing or tuning or own
+    refuse_changed(planned, directory)
+    refuse_other_provenance(own, directory)
+    left = unfinished(planned, directory)
+    require_metric(study, left)
+    phase: Phase = "timing" if timing else "tuning" if tuning else "study"
+    return StudyPlan(phase, tuple(planned), tuple(left), tuple(own), tuned)
+
+
+def refuse_changed(planned: Iterable[PlannedRun], directory: Path) -> None:
+    """Raise RecipeError if runs in `directory` have other settings than the planned runs in the same places.
+
+    The error has a line for each setting that differs, with the number of runs in which it differs.
+    """
+    affected: dict[str, list[str]] = {}
     for run in planned:
-        known = RunDirectory(directory / run.directory)
-        if known.read("config") is not None:
-            try:
-                known.acquire(run.experiment.model_dump(mode="json"))
-            except RecipeError as error:
-                faults.append(str(error))
-    if faults:
-        more = f"\n... and {len(faults) - 4} more runs" if len(faults) > 4 else ""
-        raise RecipeError("the study differs from its existing runs:\n" + "\n".join(faults[:4]) + more)
+        known = RunDirectory(directory / run.directory).read("config")
+        if known is not None:
+            for line in config_changes(known, run.experiment.model_dump(mode="json")):
+                affected.setdefault(line, []).append(run.directory)
+    if affected:
+        count = len({name for names in affected.values() for name in names})
+        lines = [f"{line} ({name_some(names, 1)})" for line, names in affected.items()]
+        raise RecipeError(
+            f"{directory}: {counted(count, 'run')} there had other settings than this study (recorded -> given):\n"
+            + "\n".join([*first_lines(lines), f"{_REMEDY}."])
+        )
 
 
 def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> None:
@@ -199,44 +255,23 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
         raise RecipeError(
             f"{directory}: runs of this study had other code or data (recorded -> present):\n"
             + "\n".join(first_lines(lines))
-            + "\nChoose another directory for the study, with --out, or remove these runs, so that they are repeated:\n"
+            + f"\n{_REMEDY}, or remove these runs, so that they are repeated:\n"
             + f"rm -r {' '.join(shlex.quote(str(folder)) for folder in affected)}"
         )
 
 
-def write_manifest(study: Study, planned: list[PlannedRun], tuned: Mapping[str, TunedCell], directory: Path) -> None:
+def write_manifest(study: Study, planned: StudyPlan, directory: Path) -> None:
     """Write the manifest of the study, from which reports are made, with the results of searches so far."""
     axis, baseline = study.compared
     content = {
         "compare": axis,
         "baseline": baseline,
         "study": study.model_dump(mode="json"),
-        "tuned": {name: {k: v for k, v in asdict(one).items() if k != "cell"} for name, one in tuned.items()},
-        "runs": [{"directory": run.directory, "labels": dict(run.labels), "seed": run.seed} for run in planned],
+        "tuned": {name: {k: v for k, v in asdict(one).items() if k != "cell"} for name, one in planned.tuned.items()},
+        "runs": [{"directory": run.directory, "labels": dict(run.labels), "seed": run.seed} for run in planned.own],
     }
     make_directory(directory)
     RunDirectory(directory).write(MANIFEST, content)
-
-
-def expected_seconds(planned: Iterable[PlannedRun]) -> dict[str, float]:
-    """Return a rough guess of the seconds of each run, by directory. The guess is used to start the longest runs first.
-
-    The guess assumes 6 FLOP for each weight and target, 50 GFLOP/s of a common core, and 2 ms more for each step. The
-    data of every task is loaded once, so that missing data is found before the first run. The steps are those up to the
-    step of `StopAfter`, if a run has this callback.
-    """
-    per_step: dict[str, float] = {}
-    seconds = {}
-    for run in planned:
-        task = run.experiment.task
-        key = task.model_dump_json()
-        if key not in per_step:
-            weights = sum(p.numel() for p in task.new_model(0).parameters() if p.requires_grad)
-            batch = require_batch(task, "training", task.new_data().batch(0, 0))
-            per_step[key] = 2e-3 + 6 * weights * batch.targets.numel() / 5e10
-        ends = (one.step for one in run.experiment.callbacks if isinstance(one, StopAfter))
-        seconds[run.directory] = min([run.experiment.steps, *ends]) * per_step[key]
-    return seconds
 
 
 def plan_tuning(

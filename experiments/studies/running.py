@@ -22,27 +22,16 @@ from ..files import short_name, write_text
 from ..reports.records import fault_file
 from ..training.outcome import Result
 from ..training.rundir import RunDirectory
-from .plan import (
-    PlannedRun,
-    expected_seconds,
-    plan_runs,
-    plan_timing,
-    plan_tuning,
-    refuse_changed,
-    refuse_other_provenance,
-    require_metric,
-    unfinished,
-    write_manifest,
-)
+from .plan import Phase, PlannedRun, plan_study, write_manifest
 from .pool import require_guarded, run_pool
 from .rendezvous import ATTEMPTS, Rendezvous, train_leased
+from .run_cost import study_cost
 from .study import Study, load_study
 
 POLL = 0.5
 """Seconds between two checks of runs that other workers hold."""
 
 
-Phase = Literal["timing", "tuning", "study"]
 Kind = Literal["started", "progress", "done", "failed", "died", "elsewhere"]
 
 
@@ -73,7 +62,7 @@ class PreparedStudy:
         if they are the runs that the study compares.
     runs: all runs of the phase.
     left: runs without a result, the longest first.
-    seconds: guessed seconds of every run, by its directory.
+    seconds: expected seconds of every run, by its directory.
     """
 
     rendezvous: Rendezvous
@@ -86,10 +75,7 @@ class PreparedStudy:
 def prepare_study(
     study: Study, directory: Path, failed: Collection[str] = (), storage: str | None = None
 ) -> PreparedStudy:
-    """Check every cell of the study and every run that `directory` has already, and return the runs to do. Nothing is
-    run.
-
-    Raises RecipeError if a cell is invalid, or if `directory` has runs with other settings, code or data.
+    """Check the study by `plan_study`, write its manifest, and return the runs to do. Nothing is run.
 
     failed: directories of runs that failed; in searches, their values count as diverged.
     storage: URL of the database through which workers exchange results. The results in the database are copied to
@@ -97,22 +83,12 @@ def prepare_study(
     """
     rendezvous = rendezvous_at(short_name(study.name), directory, storage)
     rendezvous.fetch()
-    if study.tune is not None or study.equal == "seconds":
-        plan_runs(study)  # reports every invalid cell, where a search would stop at the first
-    timing, timed = plan_timing(study, directory, failed)
-    tuning, tuned = ([], {}) if timing else plan_tuning(timed, directory, failed)
-    own = plan_runs(timed, tuned)
-    planned = timing or tuning or own
-    refuse_changed(planned, directory)
-    refuse_other_provenance(own, directory)
-    left = unfinished(planned, directory)
-    require_metric(study, left)
-    seconds = expected_seconds(planned)
-    if not timing:  # timed runs keep their order, in which all cells are timed once before a cell is timed again
+    planned = plan_study(study, directory, failed)
+    seconds, left = study_cost(planned.next, directory).seconds, list(planned.left)
+    if planned.phase != "timing":  # timed runs keep their order: all cells are timed once before one is timed again
         left.sort(key=lambda run: -seconds[run.directory])
-    write_manifest(study, own, tuned, directory)
-    phase: Phase = "timing" if timing else "tuning" if tuning else "study"
-    return PreparedStudy(rendezvous, phase, tuple(planned), tuple(left), seconds)
+    write_manifest(study, planned, directory)
+    return PreparedStudy(rendezvous, planned.phase, planned.next, tuple(left), seconds)
 
 
 def run_study(prepared: PreparedStudy, workers: int | None = None) -> Generator[StudyEvent, None, None]:

@@ -60,6 +60,19 @@ IGNORED_FIELDS = ("imports", "parallel", "diagnostics", "silence", "keep_checkpo
 checkout, and the other fields do not change the trajectory."""
 
 
+def config_changes(
+    known: Mapping[str, Any], config: Mapping[str, Any], ignored: Iterable[str] = IGNORED_FIELDS
+) -> list[str]:
+    """Return a line "field: recorded -> given" for each field in which two configurations differ. Details and long
+    texts are last.
+
+    ignored: fields that may differ. Folders of data may differ, too.
+    """
+    nothing = dict.fromkeys(ignored)
+    faults = differences(without_folders({**known, **nothing}), without_folders({**config, **nothing}))
+    return sorted(faults, key=lambda line: (line.partition(":")[0].count("."), len(line)))
+
+
 class RunDirectory:
     """The files of one run under `path`."""
 
@@ -99,10 +112,7 @@ class RunDirectory:
         extensible: True if the error may advise `--extend` for another number of steps.
         ignored: fields that may differ.
         """
-        nothing = dict.fromkeys(ignored)
-        faults = differences(without_folders({**known, **nothing}), without_folders({**config, **nothing}))
-        if faults:
-            faults.sort(key=lambda line: (line.partition(":")[0].count("."), len(line)))  # details and long texts last
+        if faults := config_changes(known, config, ignored):
             raise RecipeError(
                 f"{self.path} belongs to a run of another experiment (recorded -> given):\n"
                 + "\n".join(first_lines(faults))

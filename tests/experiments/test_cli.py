@@ -309,7 +309,8 @@ def test_a_study_estimates_the_time_left_from_the_first_progress_of_a_run(monkey
     [(0, "0 seconds"), (0.4, "1 second"), (14, "14 seconds"), (340, "6 minutes"), (7500, "2:05 hours")],
 )
 def test_a_preview_gives_short_times_in_seconds_or_minutes(seconds, text):
-    preview = SimpleNamespace(name="tiny", runs=2, seconds=seconds, cells=[SimpleNamespace(tuning=0, timing=0)])
+    cells = [SimpleNamespace(tuning=0, timing=0)]
+    preview = SimpleNamespace(name="tiny", runs=2, seconds=seconds, cells=cells, measured=0)
     assert f"tiny: 2 runs in 1 cell, about {text} on one core" in study_commands.sentence(preview)
 
 

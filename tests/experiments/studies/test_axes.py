@@ -1,14 +1,20 @@
 """Axes whose values belong together, combinations that are left out, and what a study would run."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
 import eigengraft
 from eigengraft import RecipeError
+from eigengraft.experiments.cli.study import sentence
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.preview import preview_study
+from eigengraft.experiments.studies.run_cost import study_cost
+from eigengraft.experiments.studies.running import available_cores, prepare_study
 from eigengraft.experiments.studies.study import load_study, split_axes
+from eigengraft.experiments.training.train import train
 
 from ...cli import invoke
 from ...refusals import refused
@@ -55,6 +61,63 @@ def test_a_preview_counts_runs_and_plans_the_state_that_an_optimizer_has(tmp_pat
         model = run.experiment.task.new_model(0)
         assert cell.parameters == sum(parameter.numel() for parameter in model.parameters())
         assert cell.state_bytes == eigengraft.compose(run.experiment.run_recipe, model).state_bytes()
+
+
+def test_a_preview_makes_the_checks_of_a_run_and_refuses_with_the_same_error(tmp_path):
+    """In the directory are runs of the same study with other steps, and the metric is none of the task's."""
+    for run in plan_runs(study(seeds=[0, 1])):
+        train(run.experiment, tmp_path / run.directory)
+    longer = study(seeds=[0, 1], base={**TINY, "steps": 3, "lr": 0.5})
+    for check in (preview_study, prepare_study):
+        with refused(RecipeError, tmp_path, "4 runs", "steps: 2 -> 3", "seed-0 and 3 more", "name", "--out") as caught:
+            check(longer, tmp_path)
+        assert str(caught.value).count("steps: 2 -> 3") == 1 and "eval_every" not in str(caught.value)
+        with refused(RecipeError, "metric", "val.nosuch", "digits", "val_accuracy"):
+            check(study(metric="val.nosuch"), tmp_path / "new")
+    assert not (tmp_path / "new").exists() and not (tmp_path / "study.json").exists()
+    assert preview_study(study(seeds=[0, 1]), tmp_path).runs == 0
+
+
+def test_only_the_settings_that_differ_are_named_with_their_runs(tmp_path):
+    """One cell has another rate, and both cells have other steps."""
+    for run in plan_runs(study()):
+        train(run.experiment, tmp_path / run.directory)
+    other = study(base={**TINY, "steps": 3}, settings=[{"when": {"method": "soap"}, "set": {"lr": 0.5}}])
+    with refused(RecipeError, "2 runs", "steps: 2 -> 3 (method=adam/seed-0 and 1 more)", "0.5 (method=soap/seed-0)"):
+        preview_study(other, tmp_path)
+
+
+def test_expected_times_count_optimizers_evaluations_and_runs(tmp_path):
+    def seconds(**fields):
+        return [cell.seconds for cell in preview_study(study(base={**TINY, **fields}), tmp_path).cells]
+
+    adam, soap = seconds(steps=300)
+    assert 300 * 2e-3 < adam < soap  # its products and bases
+    often = seconds(steps=300, eval_every=1)
+    assert often[0] - adam == pytest.approx(294 * 1e-3, rel=0.1)  # 6 evaluations before, of one small batch
+    assert seconds(steps=1)[0] > 0.1
+
+
+def test_expected_times_are_those_of_finished_runs(tmp_path):
+    """adam took ten times the guess, soap has not run, so that it is expected to take ten times the guess as well."""
+    one = study(base={**TINY, "steps": 300}, seeds=[0, 1])
+    guess = preview_study(one, tmp_path)
+    assert guess.measured == 0
+    step = study_cost(plan_runs(one), tmp_path).costs["method=adam/seed-0"].step
+    place = tmp_path / "method=adam" / "seed-0"
+    place.mkdir(parents=True)
+    (place / "result.json").write_text(json.dumps({"seconds": 3000 * step, "steps": 300}))
+    found = preview_study(one, tmp_path)
+    assert [cell.seconds for cell in found.cells] == pytest.approx([10 * cell.seconds for cell in guess.cells])
+    assert found.measured == 1 and found.seconds == pytest.approx(10 * (guess.seconds - guess.cells[0].seconds))
+    assert "by the time of 1 finished run" in sentence(found)
+
+
+@pytest.mark.parametrize("share", [0.5, 6.0])
+def test_a_guess_says_that_the_machine_is_busy(share, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (share * available_cores(), 0.0, 0.0))
+    said = sentence(preview_study(study(), tmp_path))
+    assert "guessed from operations for an idle core" in said and ("6 processes share each core" in said) == (share > 1)
 
 
 def test_a_preview_names_comparisons_and_the_fields_in_which_their_labels_differ(tmp_path):

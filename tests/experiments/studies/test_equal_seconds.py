@@ -10,6 +10,7 @@ from eigengraft.experiments.reports.records import Run, read_records
 from eigengraft.experiments.reports.report import Report
 from eigengraft.experiments.studies.plan import plan_runs, plan_timing, plan_tuning, unfinished
 from eigengraft.experiments.studies.preview import preview_study
+from eigengraft.experiments.studies.run_cost import RUN_SECONDS, study_cost
 from eigengraft.experiments.studies.running import complete_study, prepare_study
 from eigengraft.experiments.studies.study import load_study
 from eigengraft.experiments.training.train import train
@@ -131,12 +132,12 @@ def test_wrong_studies(fields, says):
 
 
 def test_timed_runs_are_expected_to_take_the_time_of_their_steps(tmp_path):
-    """They have 100 of 400 or 600 steps."""
+    """They have 100 steps and one evaluation."""
     preview = preview_study(study(), tmp_path)
-    lengths = [400, 400, 600, 600]
-    whole = [cell.seconds for cell in preview.cells]
-    timed = [100 / steps * seconds for steps, seconds in zip(lengths, whole, strict=True)]
-    assert preview.seconds == pytest.approx(sum(2 * s for s in whole) + sum(3 * s for s in timed))
+    runs = plan_runs(study(seeds=[3]))
+    costs = study_cost(runs, tmp_path).costs
+    timed = [RUN_SECONDS + 100 * costs[run.directory].step + costs[run.directory].evaluation for run in runs]
+    assert preview.seconds == pytest.approx(sum(2 * cell.seconds for cell in preview.cells) + sum(3 * s for s in timed))
 
 
 def test_a_search_that_has_begun_needs_fewer_runs(tmp_path):

@@ -1,0 +1,117 @@
+"""The expected time of the runs of a study, and the planned memory of their optimizers. Nothing is run.
+
+The time is guessed from operations, for an idle core of a common desktop. The guess is wrong by the speed of the
+machine and by its other load, which may be a factor of 10. Finished runs of the study correct it by their own time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from eigengraft.optimizers.plan.plan import plan
+from eigengraft.optimizers.recipe.routing import describe_model
+
+from ..tasks.base import require_batch
+from ..training.callbacks import StopAfter
+from ..training.experiment import Experiment
+from ..training.rundir import RunDirectory
+from .plan import PHASES, PlannedRun
+
+OPERATIONS = 5e10
+"""Assumed operations per second of one core."""
+STEP_SECONDS, TENSOR_SECONDS, EVALUATION_SECONDS, RUN_SECONDS = 2e-3, 1e-4, 1e-3, 0.1
+"""Assumed seconds that do not depend on the size of the model: of a step, of each parameter in a step, of each batch of
+an evaluation, and of a run for its files. Steps of small models of 4 to 25 parameters took 1.8 to 5 ms (CPU time)."""
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """The guessed seconds of a run, and the planned size of its optimizer.
+
+    step: seconds of a step.
+    evaluation: seconds of an evaluation.
+    state_bytes: bytes of optimizer state.
+    parameters: number of trainable entries of the model.
+    """
+
+    step: float
+    evaluation: float
+    state_bytes: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class StudyCost:
+    """The expected cost of runs.
+
+    seconds: seconds of each run, by its directory.
+    costs: guessed cost of each run, by its directory.
+    measured: number of finished runs whose time was used.
+    """
+
+    seconds: Mapping[str, float]
+    costs: Mapping[str, RunCost]
+    measured: int
+
+
+def study_cost(planned: Iterable[PlannedRun], directory: Path) -> StudyCost:
+    """Return the expected cost of runs. If `directory` has finished runs, it is corrected by their time.
+
+    The correction of a cell is the measured time of a step divided by the guessed time, the median over finished runs
+    of the cell, including runs of searches and timed runs. A cell without finished runs has the median over all cells.
+    """
+    runs, known = list(planned), dict[str, RunCost]()
+    costs, ratios, measured = dict[str, RunCost](), dict[str, float](), 0
+    for run in runs:
+        recipe = run.experiment.run_recipe.model_dump_json(exclude={"lr"})
+        key = run.experiment.task.model_dump_json() + recipe
+        if key not in known:
+            known[key] = _guessed(run.experiment)
+        costs[run.directory] = known[key]
+        if (cell := run.cell) not in ratios:
+            found = _step_seconds(directory, cell)
+            measured += len(found)
+            ratios[cell] = median(found) / known[key].step if found else math.nan
+    overall = median([one for one in ratios.values() if not math.isnan(one)] or [1.0])
+    seconds = dict[str, float]()
+    for run in runs:
+        own, cost = ratios[run.cell], costs[run.directory]
+        ends = (one.step for one in run.experiment.callbacks if isinstance(one, StopAfter))
+        steps = min([run.experiment.steps, *ends])
+        guess = RUN_SECONDS + steps * cost.step + math.ceil(steps / run.experiment.eval_every) * cost.evaluation
+        seconds[run.directory] = guess * (overall if math.isnan(own) else own)
+    return StudyCost(seconds, costs, measured)
+
+
+def _guessed(experiment: Experiment) -> RunCost:
+    """Return the guessed cost of a run. No state is allocated.
+
+    A weight has 6 operations for each target in a step, and 2 in an evaluation. The data of the task is loaded, so that
+    missing data is found before the first run.
+    """
+    model, data = experiment.task.new_model(0), experiment.task.new_data()
+    infos = describe_model(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    recipe, dtypes = experiment.run_recipe, [parameter.dtype for parameter in trained]
+    planned = plan(recipe, [infos[id(parameter)] for parameter in trained], (1,), "ddp", dtypes)
+    weights = sum(parameter.numel() for parameter in trained)
+    targets = require_batch(experiment.task, "training", data.batch(0, 0)).targets.numel()
+    batches = [require_batch(experiment.task, "validation", one).targets.numel() for one in data.evaluation()]
+    optimizer = float(planned.work[0]) * (1e-3 if recipe.distribution.work else 1 / OPERATIONS)
+    return RunCost(
+        STEP_SECONDS + TENSOR_SECONDS * len(trained) + 6 * weights * targets / OPERATIONS + optimizer,
+        EVALUATION_SECONDS * len(batches) + 2 * weights * sum(batches) / OPERATIONS,
+        int(planned.state.max()),
+        weights,
+    )
+
+
+def _step_seconds(directory: Path, cell: str) -> list[float]:
+    """Return the measured training seconds per step of each finished run of a cell."""
+    paths = [path for phase in PHASES for path in (directory / phase / cell).rglob("result.json")]
+    found = (RunDirectory(path.parent).read("result") or {} for path in paths)
+    return [one["seconds"] / one["steps"] for one in found if one.get("seconds") and one.get("steps")]
