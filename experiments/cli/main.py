@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 import eigengraft
 from eigengraft.component import is_unknown_kind
-from eigengraft.errors import RecipeError, hide_installed_lines, with_notes
+from eigengraft.errors import ArgumentError, RecipeError, hide_installed_lines, with_notes
 
 from ..files import short_name
 from . import bench, catalog, exports, papers, plan, study
@@ -55,7 +55,8 @@ class Commands(TyperGroup):
             if ctx.params.get("debug") or not _is_for_users(error):
                 raise
             hint = [catalog.OF_FILES] if is_unknown_kind(error) and self._has_option(ctx, "imports") else []
-            print_error("error", "\n".join([with_notes(error), *hint]))
+            text = error.for_commands if isinstance(error, ArgumentError) else with_notes(error)
+            print_error("error", "\n".join([text, *hint]))
             raise typer.Exit(2) from None
 
     def _describe_option(self, ctx: Any, error: Any) -> None:

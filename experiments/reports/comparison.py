@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -39,6 +40,8 @@ class ComparisonRow:
     """Name of the compared axis. Figures and sentences put it before a label that is a number."""
     edge: str = ""
     """The end of the tried numbers, such as learning rates, at which a method is best: "least", "largest" or empty."""
+    method: str = ""
+    """The method, if `label` has the method and the number at which it is best; else empty."""
 
     @property
     def title(self) -> str:
@@ -424,7 +427,8 @@ def at_their_best(records: Records) -> Sequence[ComparisonPanel]:
             if (best := panel.best) is not None:
                 method = panel.labels[-1]
                 label, edge = f"{method}, {named(records.compare, best.label)}", _edge(panel, best)
-                rows.append(ComparisonRow(label, styles[method], best.runs, records.metric, baseline, edge=edge))
+                own = {"edge": edge, "method": method}
+                rows.append(ComparisonRow(label, styles[method], best.runs, records.metric, baseline, **own))
                 if method == first:
                     baseline = rows[0]
         if len(rows) > 1:
@@ -437,12 +441,19 @@ def at_their_best(records: Records) -> Sequence[ComparisonPanel]:
 
 def all_panels(records: Records) -> list[ComparisonPanel]:
     """Return panels that compare methods, each at its best learning rate or other number, then the panels of all runs.
-    A panel of all runs is left out if the best runs of the methods are its runs.
+    A panel of all runs is left out if it has a twin.
     """
-    best = at_their_best(swept(records))
-    runs = [[run.directory for row in panel.rows for run in row.runs] for panel in best]
-    others = compare(records)
-    return [*best, *(one for one in others if [run.directory for row in one.rows for run in row.runs] not in runs)]
+    return [*at_their_best(swept(records)), *(one for one in compare(records) if twin(one, records) is None)]
+
+
+def twin(panel: ComparisonPanel, records: Records) -> ComparisonPanel | None:
+    """Return the panel of methods at their best that has the runs of another panel, None if there is none."""
+
+    def runs(one: ComparisonPanel) -> list[Path]:
+        return [run.directory for row in one.rows for run in row.runs]
+
+    others = (best for best in at_their_best(swept(records)) if best is not panel)
+    return next((best for best in others if runs(best) == runs(panel)), None)
 
 
 def _edge(panel: ComparisonPanel, best: ComparisonRow) -> str:

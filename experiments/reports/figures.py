@@ -15,7 +15,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from ..files import replacing
 
@@ -155,11 +155,32 @@ def draw_curves(
         axes.set_xscale("log")
         ends = axes.get_xlim()
         log_ticks(axes.xaxis, _FEWER_TICKS if ends[1] < 2e3 * ends[0] else POWERS)
+    tried = {x for curve in curves for x in (*curve.x, *(run.end for run in curve.lost)) if x > 0}
+    if swept and tried:
+        ticks = _apart(sorted(tried), look.width)
+        axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: ticks.get(x, "")))
     style_axes(axes)
     if curves:  # the legend is below the axes, where it covers nothing
         style = {"fontsize": 8.5, "labelcolor": INK, "frameon": False, "handlelength": 2.2}
         figure.legend(loc="outside lower center", ncols=columns, **style)
     return figure
+
+
+def _apart(values: Sequence[float], width: float) -> dict[float, str]:
+    """Return the text of each value that gets a tick on a logarithmic axis. Values whose texts would touch that of the
+    tick before have none.
+
+    values: positive numbers in ascending order, which fill the axis.
+    width: width of the figure in inches.
+    """
+    found: dict[float, str] = {}
+    inches = 0.8 * width / math.log(values[-1] / values[0]) if len(values) > 1 else 0.0
+    for value in values:
+        text, last = f"{value:.3g}" if value < 1 else f"{value:g}", next(reversed(found), None)
+        if last is None or inches * math.log(value / last) > _CHARACTER * (len(found[last]) + len(text) + 1) / 2:
+            found[value] = text
+    return found
 
 
 def draw_line(axes: Axes, curve: Curve) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from eigengraft.errors import counted, name_some
+from eigengraft.errors import ArgumentError, counted, name_some
 
 from ..files import JsonLines, read_object
 from ..provenance import provenance_of, variants, without_folders
@@ -525,7 +525,7 @@ def _compared_with(records: Records, baseline: str) -> Records:
         what = (
             f"is a label of {' and '.join(found)}; write AXIS={label}" if found else f"is no label of any axis: {lists}"
         )
-        raise ValueError(f"--baseline: '{baseline}' {what}")
+        raise ArgumentError("baseline", f"'{baseline}' {what}")
     return replace(records, compare=found[0], baseline=label)
 
 
@@ -540,14 +540,14 @@ def _selected(records: Records, only: Iterable[str]) -> Records:
         known = records.axes[axis]
         for pattern in chosen:
             if not any(fnmatchcase(label, pattern) for label in known):
-                raise ValueError(f"--only: '{pattern}' is no label of {axis}, whose labels are {', '.join(known)}")
+                raise ArgumentError("only", f"'{pattern}' is no label of {axis}, whose labels are {', '.join(known)}")
     runs = tuple(
         run
         for run in records.runs
         if all(any(fnmatchcase(run.labels.get(axis, ""), p) for p in some) for axis, some in patterns.items())
     )
     if not runs:
-        raise ValueError(f"--only: no run has {' and '.join(f'{axis}={some}' for axis, some in patterns.items())}")
+        raise ArgumentError("only", f"no run has {' and '.join(f'{axis}={some}' for axis, some in patterns.items())}")
     cells = {cell_name(run.labels) for run in runs}
     tuned = tuple(one for one in records.tuned if one.cell in cells) if patterns else records.tuned
     return replace(records, runs=runs, tuned=tuned)
@@ -557,13 +557,14 @@ def _renamed(records: Records, texts: Mapping[str, str]) -> Records:
     """Return the records with other texts for some labels. Raises ValueError if two labels would become equal."""
     known = {label for labels in records.axes.values() for label in labels}
     for label in texts.keys() - known:
-        raise ValueError(f"--labels: '{label}' is no label of the runs, whose labels are {', '.join(sorted(known))}")
+        listed = ", ".join(sorted(known))
+        raise ArgumentError("labels", f"'{label}' is no label of the runs, whose labels are {listed}")
     for axis, before in records.axes.items():
         after = [texts.get(label, label) for label in sorted(before)]
         if twice := next((text for text in after if after.count(text) > 1), None):
-            raise ValueError(
-                f"--labels: two labels of {axis} would become '{twice}', and their runs would be averaged; give other "
-                "names"
+            raise ArgumentError(
+                "labels",
+                f"two labels of {axis} would become '{twice}', and their runs would be averaged; give other names",
             )
     renamed = [{axis: texts.get(label, label) for axis, label in run.labels.items()} for run in records.runs]
     cells = {cell_name(run.labels): cell_name(own) for run, own in zip(records.runs, renamed, strict=True)}

@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Real
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -22,9 +24,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from eigengraft.errors import ArgumentError
+
 from ..files import make_directory, short_name, write_text
 from . import figures
-from .comparison import ComparisonPanel, all_panels, at_their_best, compare, sweeps, swept, tuning_curves
+from .comparison import ComparisonPanel, all_panels, at_their_best, compare, sweeps, swept, tuning_curves, twin
 from .figures import INK, LIGHT, POWERS, Curve, LogAxes, Look, draw_line, log_ticks, stroke, style_axes
 from .recipe_diff import diff_recipes
 from .records import ABSCISSAS, METRICS, TRAINING_LOSS, Abscissa, Metric, Records, Run, read_records
@@ -164,6 +168,24 @@ _DEFAULT: tuple[Abscissa, ...] = ("steps", "seconds")
 """Quantities along which metrics are drawn by default. Seconds are left out if no run has recorded them."""
 
 
+WIDTHS = (1, 20)
+"""Least and largest width of figures in inches: labels do not fit into less, and no paper is wider."""
+
+
+def _is_list(texts: object) -> bool:
+    """Return True for a sequence of texts. A single text is none, although its letters are texts."""
+    return isinstance(texts, Sequence) and not isinstance(texts, str) and all(isinstance(one, str) for one in texts)
+
+
+def _are_texts(labels: object) -> bool:
+    """Return True for a mapping from texts to texts."""
+    return isinstance(labels, Mapping) and _is_list([*labels, *labels.values()])
+
+
+def _is_width(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and WIDTHS[0] <= float(value) <= WIDTHS[1]
+
+
 @dataclass(frozen=True)
 class Report:
     """The report of a directory of runs: its numbers, its figures and its page.
@@ -180,8 +202,8 @@ class Report:
         log: logarithmic axes of the curves over a run: "auto", "none", "x", "y" or "xy".
 
     Raises:
-        ValueError: no run has started, an argument names a label that does not exist, or no run has recorded a quantity
-            of `x`. It is raised when the runs are first read.
+        ValueError: an argument has a wrong type or value. When the runs are first read: no run has started, an argument
+            names a label that does not exist, or no run has recorded a quantity of `x`.
     """
 
     directory: str | Path
@@ -192,15 +214,33 @@ class Report:
     width: float = Look.width
     log: LogAxes = "auto"
 
+    def __post_init__(self) -> None:
+        quantities = ", ".join(ABSCISSAS)
+        required = {
+            "directory": (isinstance(self.directory, (str, PathLike)), "a path"),
+            "baseline": (self.baseline is None or isinstance(self.baseline, str), "a label or AXIS=LABEL"),
+            "only": (_is_list(self.only), "a list of labels, as ['soap*', 'lr=0.1'],"),
+            "labels": (
+                _are_texts(self.labels),
+                "a dictionary from labels to texts, as {'soap': 'SOAP'},",
+            ),
+            "x": (_is_list(self.x) and len(self.x) > 0, f"a list of one or more of {quantities}, as ['tokens'],"),
+            "width": (_is_width(self.width), f"a number of inches from {WIDTHS[0]} to {WIDTHS[1]}"),
+            "log": (self.log in get_args(LogAxes), f"one of {', '.join(get_args(LogAxes))}"),
+        }
+        for name, (fine, what) in required.items():
+            if not fine:
+                raise ArgumentError(name, f"{what} is required, got {getattr(self, name)!r}")
+        if unknown := [along for along in self.x if along not in ABSCISSAS]:
+            raise ArgumentError("x", f"'{unknown[0]}' is no quantity of a run; they are {quantities}")
+
     @cached_property
     def records(self) -> Records:
         """The runs, read from their files at first use."""
         records = read_records(Path(self.directory), self.baseline, self.only, self.labels)
         for along in self.x:
-            if along not in ABSCISSAS:
-                raise ValueError(f"--x: '{along}' is no quantity of a run; they are {', '.join(ABSCISSAS)}")
             if not _recorded(records, along) and tuple(self.x) != _DEFAULT:
-                raise ValueError(f"--x: no run has recorded {along}; use steps")
+                raise ArgumentError("x", f"no run has recorded {along}; use steps")
         return records
 
     @cached_property
@@ -255,16 +295,7 @@ class Report:
             .get_template("report.html.jinja")
             .render(
                 records=records,
-                panels=[
-                    (
-                        panel,
-                        _drawn(self._of_panel(panel), f"panel-{index}", panel.title),
-                        sentences(panel, records),
-                        worst_layers(panel),
-                        panel_table(panel, records),
-                    )
-                    for index, panel in enumerate(self.panels)
-                ],
+                panels=list(self._sections()),
                 sweeps=_drawn(final, "sweep"),
                 tuning=_drawn(tuning, "tuning"),
                 swept=swept(records).compare,
@@ -282,6 +313,19 @@ class Report:
                 palette=list(zip(figures.LIGHT, figures.DARK, strict=True)),
             )
         )
+
+    def _sections(self) -> Iterator[tuple[Any, ...]]:
+        """Yield a tuple for each section of the page: panel, panel that has the same runs, figures, sentences, table of
+        layers, table. If another panel has the same runs, the section only says so.
+        """
+        records = self.records
+        for index, panel in enumerate([*at_their_best(swept(records)), *compare(records)]):
+            if (same := twin(panel, records)) is not None:
+                yield panel, same, (), (), None, None
+            else:
+                drawings = _drawn(self._of_panel(panel), f"panel-{index}", panel.title)
+                texts = sentences(panel, records), worst_layers(panel), panel_table(panel, records)
+                yield panel, None, drawings, *texts
 
     def _of_grids(self) -> tuple[list[Drawing], list[Drawing]]:
         """Return two lists of figures of the metric against a hyperparameter.

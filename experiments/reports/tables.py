@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from eigengraft.errors import RecipeError, counted
 
 from ..files import replacing, write_text
-from .comparison import ComparisonPanel, ComparisonRow, all_panels, compare, leaders
+from .comparison import ComparisonPanel, ComparisonRow, all_panels, compare, leaders, twin
 from .number_format import number_format
-from .records import RESULT_NUMBERS, Abscissa, Records, Run, TunedCell, learning_rate, read_records
+from .records import RESULT_NUMBERS, Abscissa, Records, Run, TunedCell, label_number, learning_rate, read_records
 from .seed_statistics import Summary, Target
 
 if TYPE_CHECKING:
@@ -391,13 +391,16 @@ def _tabular(columns: Sequence[tuple[list[str], list[TableCell]]]) -> str:
 def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
     """Return the table of a panel, with a row for each of its labels."""
     base, target, sign, form = panel.baseline, records.target, busy_sign(panel), panel_format([panel])
+    begun = [row for row in panel.rows if row.label in panel.configs]
+    rates_are_titles = panel.axis == records.rates and all(_labeled_rate(row, panel, records) for row in begun)
+    base_title = "" if base is None else _method(base, panel, records)
     columns: list[tuple[str, Callable[[ComparisonRow], tuple[Any, ...]]]] = [
-        (panel.axis, lambda row: (row.title,)),
-        ("learning rate", lambda row: (_rate(row, panel, records),)),
+        (panel.axis, lambda row: (_method(row, panel, records),)),
+        *([] if rates_are_titles else [("learning rate", lambda row: (_rate(row, panel, records),))]),
         (f"final {panel.metric.title}", lambda row: _final(row, panel, form)),
     ]
     if base is not None:
-        interval = f"difference from {base.title} [95 % interval]"
+        interval = f"difference from {base_title} [95 % interval]"
         columns.append((interval, lambda row: format_difference(row, form) if row.baseline else ("",)))
         columns.append(("p (Holm)" if len(panel.corrected) > 1 else "p", lambda row: (_corrected(row, panel),)))
     if panel.risen:
@@ -407,7 +410,7 @@ def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
     columns += [(name, _summaries(panel, name)) for name in panel.further]
     columns.append(("seeds", lambda row: (_seeds(row),)))
     if base is not None and not base.rises:
-        goal = f"{base.title}\u2019s final value"
+        goal = f"{base_title}\u2019s final value"
         columns.append((f"steps to {goal}", lambda row: format_reached(row, "steps")))
         columns.append((f"seconds to {goal}{sign}", lambda row: format_reached(row, "seconds")))
     if target is not None:
@@ -425,8 +428,13 @@ def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
     notes = [what + (counted(seeds.pop(), "seed") if len(seeds) == 1 else "seeds") + "."]
     notes += [marks([panel.rows], "the table")] if panel.best else []
     if panel.corrected:
-        several = f", corrected for {len(panel.corrected)} comparisons (Holm)" if len(panel.corrected) > 1 else ""
-        notes.append(f"Differences are paired by seed; p is that of a two-sided t-test{several}.")
+        test = "Differences are paired by seed. p is that of a two-sided t-test"
+        if len(panel.corrected) > 1:
+            test += f", corrected for {len(panel.corrected)} comparisons (Holm). Intervals are those of the same test, "
+            test += "each at 95 % for itself: they are not corrected, and one that excludes 0 may have a p above 0.05"
+        notes.append(f"{test}.")
+    if same := [one.title for one in compare(records) if twin(one, records) is panel]:
+        notes.append(f"These are all runs of {', '.join(same)}, which has no table of its own.")
     notes += ["\u2020 The machine had other load, so that times of methods cannot be compared."] if panel.busy else []
     rows = [[TableCell(*cell(row)) for _, cell in columns] for row in panel.rows]
     return TextTable(title, " ".join(notes), [head for head, _ in columns], rows)
@@ -447,6 +455,20 @@ def _summaries(panel: ComparisonPanel, field: str, small: bool = True) -> Callab
     errors = [(own.spread, own.mean) for own in found if own.spread is not None]
     form = number_format([own.mean for own in found] if small else [], errors)
     return lambda row: (format_summary(row.summary(field), form),)
+
+
+def _labeled_rate(row: ComparisonRow, panel: ComparisonPanel, records: Records) -> bool:
+    """Return True if the learning rate of a row's runs is their label on the axis of learning rates.
+
+    It is another number if, for example, the axis is that of one layer.
+    """
+    label = row.runs[0].labels.get(records.rates, "")
+    return label_number(label) == learning_rate(panel.configs.get(row.label, {}))
+
+
+def _method(row: ComparisonRow, panel: ComparisonPanel, records: Records) -> str:
+    """Return the title of a row, without its learning rate if the column of learning rates has it."""
+    return row.method if row.method and _labeled_rate(row, panel, records) else row.title
 
 
 def _rate(row: ComparisonRow, panel: ComparisonPanel, records: Records) -> str:

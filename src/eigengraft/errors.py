@@ -20,6 +20,20 @@ class ContractError(ValueError):
     """A stage that breaks its contract. The message begins with the path of the stage."""
 
 
+class ArgumentError(ValueError):
+    """A wrong argument of a function that a command calls, too.
+
+    argument: name of the argument and, after two dashes, of the option of the command.
+    fault: what is wrong with the value, and what to do.
+
+    The message names the argument. The command line prints the option in its place.
+    """
+
+    def __init__(self, argument: str, fault: str) -> None:
+        super().__init__(f"`{argument}=`: {fault}")
+        self.for_commands = f"--{argument}: {fault}"
+
+
 def with_notes(error: BaseException) -> str:
     """Return the message of an error followed by its notes, one line each."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])

@@ -65,7 +65,7 @@ def grid(tmp_path):
         for lr, finals in rates.items():
             for seed, final in enumerate(finals):
                 place = f"{method}-{lr}-{seed}"
-                write_run(tmp_path / place, ADAM if method == "adam" else SOAP, [4.0, final], seed=seed)
+                write_run(tmp_path / place, ADAM if method == "adam" else SOAP, [4.0, final], seed=seed, lr=float(lr))
                 listed.append({"directory": place, "labels": {"method": method, "lr": lr}, "seed": seed})
     manifest = {"study": {**DECLARED, "name": "grid"}, "compare": "lr", "baseline": "0.01"}
     (tmp_path / "study.json").write_text(json.dumps({**manifest, "runs": listed}))
@@ -103,6 +103,13 @@ def test_runs_at_one_rate_that_is_the_best_of_all_methods_have_one_panel(grid):
     report = Report(grid)
     assert [panel.title for panel in report.panels] == ["each at its own best lr", "lr = 0.01", "lr = 1"]
     assert "favors methods with many numbers" in report.page()
+    text = " ".join(Page(report.page()).text.split())
+    place = "lr = 0.1 All methods are best here, so that the section “each at its own best lr” has these runs. lr = 1 "
+    assert place in text and text.count("All methods are best here") == 1
+    (_, each) = describe_comparisons(report.records)
+    assert all(head in text for head in re.search("for each of (.*)", each)[1].split("; "))  # as the preview promised
+    best, *others = (panel_table(panel, report.records).note for panel in report.panels)
+    assert "all runs of lr = 0.1, which has no table" in best and not any("no table" in note for note in others)
 
 
 @pytest.mark.parametrize("state", ["diverged", "unfinished", "not planned"])
@@ -154,8 +161,11 @@ def test_a_table_of_best_rates_is_headed_by_the_axis_of_methods(grid, name):
         assert best.axis == "method" and {panel.axis for panel in others} == {axis}
         assert markdown(panel_table(best, records)).splitlines()[2].startswith("| method | learning rate | ")
         page = Report(grid).page()
+        assert [row[0].text for row in panel_table(best, records).rows] == ["adam", "soap"]  # the rate has a column
         assert page.count("<th>method</th>") == (1 if axis == name else 5)  # the table of all cells is one
-        assert page.count("<th>learning rate</th>") == len(others) + 1
+        # where rates are compared, they are the titles of rows
+        assert page.count("<th>learning rate</th>") == (1 if axis == name else len(others) + 1)
+        assert "difference from adam [95 % interval]" in page and "from adam, lr" not in page
     assert "<tr><th>field</th><th>adam</th><th>soap</th></tr>" in page
 
 
@@ -215,6 +225,10 @@ def test_p_is_corrected_for_the_comparisons_of_a_table(tmp_path):
         "",
         *(f"{panel.corrected[x]:.2g}" for x in ("soap", "other")),
     ]
+    assert "corrected for 2 comparisons (Holm). Intervals" in table.note and "are not corrected" in table.note
+    two = tmp_path / "two"
+    write_study(two, [run for run in runs if run[0] != "other"])
+    assert "orrected" not in panel_table(compare(read_records(two))[0], read_records(two)).note
     low, high = row.difference.mean - row.difference.half, row.difference.mean + row.difference.half
     assert f"[{low:+.3f}, {high:+.3f}]".replace("-", "\u2212") in text
 
@@ -307,6 +321,28 @@ def test_ticks_of_losses_over_many_decades_are_few_and_apart(decades, first, wid
         assert axis is figure.axes[0].xaxis or first in (None, *(label.get_text() for label in labels))
 
 
+@pytest.mark.parametrize("width", [3.25, 4.8])
+def test_tried_values_have_ticks_wherever_their_texts_fit(width):
+    for tried, shown in (
+        ((0.003, 0.01), ["0.003", "0.01"]),
+        ((0.0025, 0.005, 0.01, 0.04), ["0.0025", "0.005", "0.01", "0.04"]),
+        ((0.01,), ["0.01"]),
+        ((1, 10, 1000), ["1", "10", "1000"]),
+        ((0, 0.01, 0.1), ["0.01", "0.1"]),  # a logarithmic axis has no 0
+        ([0.01 * 1.1**k for k in range(30)], None),
+    ):
+        some = Curve(
+            "a", 0, tried[:-1], tried[:-1], tried[:-1], tried[:-1], (LostRun((), (), tried[-1]),), "a: diverged"
+        )
+        figure = draw_curves([some], "learning rate", "y", swept=True, look=figures.Look(width))
+        FigureCanvasAgg(figure).draw()
+        labels = [tick.label1 for tick in figure.axes[0].xaxis.get_major_ticks()]
+        assert shown is None or [label.get_text() for label in labels] == shown
+        boxes = [label.get_window_extent() for label in labels]
+        assert len(boxes) >= min(2, len(tried)) and not any(a.overlaps(b) for a, b in pairwise(boxes))
+        assert all(any(place == pytest.approx(x) for x in tried) for place in figure.axes[0].get_xticks())
+
+
 def test_seconds_are_those_of_median_steps_and_a_busy_machine_is_named(tmp_path):
     write_run(tmp_path / "run", ADAM, [4.0] * 10)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -396,7 +432,7 @@ def test_tables_in_markdown_and_latex(grid):
     (panel,) = at_their_best(records)
     head, rule, *rows = markdown(panel_table(panel, records)).splitlines()[2:]
     assert head.count("|") == rule.count("|") == rows[0].count("|") and len(rows) == 2
-    assert rows[1].startswith("| soap, lr 0.01 | 0.01 (least tried) | **1.633 \u00b1 0.153 \\*** | \u22120.467 [")
+    assert rows[1].startswith("| soap | 0.01 (least tried) | **1.633 \u00b1 0.153 \\*** | \u22120.467 [")
     text = latex(panel_table(panel, records))
     assert text.count("&") == (4 + 6) * 3 and text.count(" \\\\\n") == 2 * 3 and "$-$0.467" in text and r"95~\%" in text
     assert not re.search(r"(?<!\\)[%#_]", text) and text.isascii()

@@ -27,7 +27,7 @@ from eigengraft.experiments.reports.tables import (
 from eigengraft.experiments.reproduction.claims import collect_results
 
 from ...cli import invoke
-from ...refusals import lacking, refused
+from ...refusals import check_said, lacking, refused
 
 pytestmark = pytest.mark.slow
 
@@ -590,7 +590,7 @@ def test_two_directories_compare_what_can_be_compared(tmp_path, no_pictures):
         "b/method=soap": 3.0,
     }
     assert all(row.difference is None for panel in others for row in panel.rows)
-    with refused(ValueError, "--baseline", "soap"):
+    with refused(ValueError, "`baseline=`", "soap"):
         read_records(tmp_path, "soap")
 
 
@@ -760,17 +760,47 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("options", "data"),
         [
-            ({"only": ["lion"]}, ("--only", "lion", "method", "adamw")),
-            ({"labels": {"lion": "x"}}, ("--labels", "lion", "soap")),
-            ({"labels": {"adamw": "soap"}}, ("--labels", "method", "soap")),
-            ({"baseline": "lion"}, ("--baseline", "lion")),
-            ({"x": ["tokens"]}, ("--x", "tokens")),
-            ({"x": ["hours"]}, ("--x", "hours", "flops")),
+            ({"only": ["lion"]}, ("lion", "method", "adamw")),
+            ({"labels": {"lion": "x"}}, ("lion", "soap")),
+            ({"labels": {"adamw": "soap"}}, ("method", "soap")),
+            ({"baseline": "lion"}, ("lion",)),
+            ({"x": ["tokens"]}, ("tokens",)),
         ],
     )
-    def test_what_does_not_exist_is_refused(self, study, options, data):
-        with refused(ValueError, *data):
-            _ = Report(study, **options).records
+    def test_what_does_not_exist_is_refused_by_the_name_of_the_argument_or_the_option(
+        self, study, options, data, monkeypatch
+    ):
+        monkeypatch.setenv("COLUMNS", "1000")  # so that no message is broken into lines
+        report, ((name, value),) = Report(study, **options), options.items()
+        with refused(ValueError, f"`{name}=`", *data):
+            _ = report.records
+        text = "=".join(next(iter(value.items()))) if name == "labels" else value if name == "baseline" else value[0]
+        said = invoke(["report", str(study), f"--{name}", text])
+        assert said.exit_code == 2
+        check_said(" ".join(said.output.split()), f"--{name}: ", *data)
+        assert f"{name}=`" not in said.output
+
+    @pytest.mark.parametrize(
+        ("options", "data"),
+        [
+            ({"log": "q"}, ("auto", "xy", "q")),
+            ({"log": True}, ("auto", True)),
+            ({"width": "3in"}, (1, 20, "3in")),
+            ({"width": 0}, (1, 20, 0)),
+            ({"width": True}, (1, 20, True)),
+            ({"x": "tokens"}, ("['tokens']", "flops")),
+            ({"x": ["hours"]}, ("hours", "flops")),
+            ({"x": []}, ("tokens", "[]")),
+            ({"only": "soap"}, ("list", "soap")),
+            ({"labels": ["soap"]}, ("dictionary", "soap")),
+            ({"labels": {"soap": 3}}, ("dictionary", 3)),
+            ({"baseline": 3}, ("AXIS=LABEL", 3)),
+            ({"directory": 3}, ("path", 3)),
+        ],
+    )
+    def test_a_wrong_argument_is_refused_when_a_report_is_made(self, options, data):
+        with refused(ValueError, f"`{next(iter(options))}=`", *data):
+            Report(**{"directory": "nothing", **options})
 
     def test_figures_have_the_width_the_axes_and_the_quantity_that_are_asked_for(self, study):
         for path in study.glob("*/*/metrics.jsonl"):
