@@ -32,7 +32,7 @@ from eigengraft.optimizers.inspect.table import USUAL
 from eigengraft.optimizers.recipe.routing import describe_model
 
 from .files import read_object
-from .reports.records import METRICS, TRAINING_LOSS, Metric, Run, error_line, grouped, read_records
+from .reports.records import METRICS, TRAINING_LOSS, Metric, Run, error_line, group_by, read_records
 from .run_log import ends_lost, is_lost, rows_with
 from .tasks import Dataset, Task
 from .tasks.base import IGNORED_CLASS, generator, loss_fault, number_classes, training_labels
@@ -755,7 +755,7 @@ def _solvers(config: Any) -> list[Any]:
 def _revive(record: Record) -> str:
     """Return advice about layers without a gradient. It is about initial weights if a layer has only zeros."""
     norms = record.run.layers.get("weight_norm", {})
-    if any(all(norms[name] == 0 for name in own) for own in grouped(norms, _layer).values()):
+    if any(all(norms[name] == 0 for name in own) for own in group_by(norms, _layer).values()):
         return (
             "give these layers random initial weights; at most one of two layers in a row, such as the last, may begin "
             "with weights of 0"
@@ -998,7 +998,7 @@ def _dead_layers(parameters: list[str], dead: list[str]) -> tuple[str, str]:
     parameters: names of all parameters, in the order of the model.
     dead: names of the parameters without a gradient.
     """
-    layers = grouped(parameters, _layer)
+    layers = group_by(parameters, _layer)
     silent = [layer for layer, own in layers.items() if set(own) <= set(dead)]
     partly = [name for layer, own in layers.items() if layer not in silent for name in own if name in dead]
     stops = [layer for layer, after in pairwise(layers) if layer in silent and set(layers[after]) & set(partly)]

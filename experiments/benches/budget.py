@@ -17,7 +17,7 @@ from eigengraft.preconditioners import RootSolver
 from eigengraft.preconditioners.algebra.exponents import Rational
 from eigengraft.quantization import Quantizer
 
-from ..reports.records import grouped
+from ..reports.records import group_by
 from . import view
 from .bench import Column, PositiveInts, Problem
 from .bench import label as label_of
@@ -212,7 +212,7 @@ class BudgetBench(DampedBench):
         """Return a line for each choice (solver, interval and storage) with its layers, a line about the total cost,
         and a line about the worst layer.
         """
-        layers = grouped(view.measured_rows(rows), lambda row: row["layer"])
+        layers = group_by(view.measured_rows(rows), lambda row: row["layer"])
         chosen = {layer: self.choice(own) for layer, own in layers.items()}
         kinds: dict[str, list[str]] = {}
         for layer, best in chosen.items():
@@ -266,7 +266,7 @@ def _front(cost: str) -> view.LinePoints:
     def points(rows: BenchRows) -> list[tuple[float, float]]:
         found: list[tuple[float, float]] = []
         least = view.reduction("error", "min")
-        worst = max(grouped(rows, lambda row: row["layer"]).values(), key=least)
+        worst = max(group_by(rows, lambda row: row["layer"]).values(), key=least)
         for row in sorted(worst, key=lambda row: (row[cost], row["error"])):
             if not found or row["error"] < found[-1][1]:
                 found.append((row[cost], row["error"]))

@@ -26,7 +26,7 @@ from eigengraft.optimizers import load_recipe
 from eigengraft.preconditioners import chain_slots
 from eigengraft.slots import StateKey
 
-from ..reports.records import grouped
+from ..reports.records import group_by
 from ..training.experiment import load_experiment
 from ..training.rundir import CHECKPOINT, RunDirectory
 from ..training.train import isolated_run
@@ -421,8 +421,8 @@ class OwnMatrices(Bench, ABC):
             return []
         layers: list[tuple[float, str]] = []
         kept = [row for row in measured_rows(rows) if first.keep(row)]
-        for layer, own in grouped(kept, lambda row: str(row[self.layer_field])).items():
-            layers.append((min(map(first.error, grouped(own, lambda row: row["candidate"]).values())), layer))
+        for layer, own in group_by(kept, lambda row: str(row[self.layer_field])).items():
+            layers.append((min(map(first.error, group_by(own, lambda row: row["candidate"]).values())), layer))
         value, name = max(layers, default=(0.0, ""))
         return [f"worst layer: {name}, {first.error_name} {value:.2g} by its most accurate candidate"] if name else []
 

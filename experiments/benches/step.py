@@ -26,7 +26,7 @@ from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.optimizers import Optimizer
 from eigengraft.optimizers.plan.plan import plan
 
-from ..reports.records import grouped
+from ..reports.records import group_by
 from ..track.cost import Card
 from .bench import Bench, Column, Listed, PositiveInts, Problem, first_line, listed
 from .step_times import (
@@ -373,7 +373,7 @@ class StepBench(Bench):
 
         found = []
         for name in self.sets:
-            for maths, cases in grouped(self.candidates, lambda case: case.kind_of_maths()).items():
+            for maths, cases in group_by(self.candidates, lambda case: case.kind_of_maths()).items():
                 for interval in self.intervals if any(case.refreshes for case in cases) else (1,):
                     shapes = shape_set(name)
                     fields = {
@@ -492,7 +492,7 @@ def slopes(rows: BenchRows) -> list[tuple[str, str, float]]:
     """
     found = []
     varied = [row for row in measured_rows(rows) if ":" in row["set"]]
-    for (name, dimension, _), own in grouped(
+    for (name, dimension, _), own in group_by(
         varied, lambda row: (row["candidate"], row["set"].partition("=")[0], row["interval"])
     ).items():
         if len({row["numbers"] for row in own}) > 1:

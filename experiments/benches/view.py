@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
-from ..reports.records import grouped
+from ..reports.records import group_by
 
 Row = dict[str, Any]
 """One measurement. `Bench.row` describes the keys that every row has."""
@@ -156,7 +156,7 @@ def lay_out(table: Table, rows: BenchRows) -> tuple[tuple[str, ...], list[tuple[
     """Return the headings and the lines of a table. If a row was not measured, a last column has the reasons."""
     headings, lines = (*table.by, *table.cells), []
     problems = any(row["problem"] for row in rows)
-    for key, own in grouped(rows, lambda row: tuple(row.get(field) for field in table.by.values())).items():
+    for key, own in group_by(rows, lambda row: tuple(row.get(field) for field in table.by.values())).items():
         good, reasons = measured_rows(own), [row["problem"] for row in own if row["problem"]]
         cells = [text(good) if good else "" for text in table.cells.values()]
         lines.append((*map(str, key), *cells, *([reasons[0] if reasons else ""] if problems else [])))
@@ -170,7 +170,7 @@ def lines_of(panel: Panel, rows: BenchRows) -> tuple[str, list[Line]]:
         value = rows[0][field] if field in panel.same else max(row[field] for row in rows)
         rows = [row for row in rows if row[field] == value]
         fixed.append(f"{field} {value}")
-    candidates, found = grouped(rows, lambda row: row["candidate"]), []
+    candidates, found = group_by(rows, lambda row: row["candidate"]), []
     for shift, (name, points) in enumerate(panel.lines.items()):
         for style, (candidate, own) in enumerate(candidates.items()):
             pairs = list(points(own))
@@ -184,8 +184,8 @@ def recommend(recommendations: Iterable[Recommendation], rows: BenchRows) -> lis
     """Return the text of each recommendation, one line for each problem."""
     lines = []
     for one in recommendations:
-        for where, own in grouped((row for row in measured_rows(rows) if one.keep(row)), one.where).items():
-            by_candidate = grouped(own, lambda row: row["candidate"])
+        for where, own in group_by((row for row in measured_rows(rows) if one.keep(row)), one.where).items():
+            by_candidate = group_by(own, lambda row: row["candidate"])
             costs = {name: one.cost(some) for name, some in by_candidate.items()}
             errors = {name: one.error(some) if one.error else 0.0 for name, some in by_candidate.items()}
             lines.append(f"{where}: {_choice(one, costs, errors)}")
@@ -244,4 +244,4 @@ def xy(x: str, y: str) -> LinePoints:
 
 def per(field: Callable[[Row], Hashable], x: Reduced, y: Reduced) -> LinePoints:
     """Return a function that groups rows by the value of a field, and computes one point (x, y) from each group."""
-    return lambda rows: [(x(some), y(some)) for some in grouped(rows, field).values()]
+    return lambda rows: [(x(some), y(some)) for some in group_by(rows, field).values()]

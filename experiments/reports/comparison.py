@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from .figures import Curve, LostRun, styles_of
-from .records import Abscissa, Metric, Records, Rise, Run, TunedCell, cell_name, grouped, label_number
+from .records import Abscissa, Metric, Records, Rise, Run, TunedCell, cell_name, group_by, label_number
 from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, summarize
 
 
@@ -279,7 +279,7 @@ def compare(records: Records) -> Sequence[ComparisonPanel]:
         return tuple((axis, label) for axis, label in run.labels.items() if axis != records.compare)
 
     styles = _styles({_row_label(run, records): run.labels[records.compare] for run in records.runs}, records)
-    return [_panel(own, runs, styles, records) for own, runs in grouped(records.runs, others).items()]
+    return [_panel(own, runs, styles, records) for own, runs in group_by(records.runs, others).items()]
 
 
 def _styles(methods: Mapping[str, str], records: Records) -> dict[str, int]:
@@ -298,7 +298,7 @@ def _styles(methods: Mapping[str, str], records: Records) -> dict[str, int]:
 def _panel(
     others: Sequence[tuple[str, str]], runs: Sequence[Run], styles: Mapping[str, int], records: Records
 ) -> ComparisonPanel:
-    by_label = grouped(runs, lambda run: _row_label(run, records))
+    by_label = group_by(runs, lambda run: _row_label(run, records))
 
     def row(label: str, baseline: ComparisonRow | None) -> ComparisonRow:
         return ComparisonRow(label, styles[label], tuple(by_label[label]), records.metric, baseline, records.compare)
@@ -406,7 +406,7 @@ def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[Compari
     Returns [] unless the compared axis has at least two labels, all of which are numbers.
     """
     panels = compare(records)
-    groups = grouped((panel for panel in panels if panel.labels), lambda panel: panel.headings[:-1])
+    groups = group_by((panel for panel in panels if panel.labels), lambda panel: panel.headings[:-1])
     return [(outer, group) for outer, group in groups.items() if len(group) > 1] if _numbers(panels) else []
 
 

@@ -23,7 +23,7 @@ from ..files import JsonLines, read_object
 from ..provenance import provenance_of, variants, without_folders
 from .seed_statistics import Target
 
-Item = TypeVar("Item")
+_Item = TypeVar("_Item")
 K = TypeVar("K", bound=Hashable)
 Status = Literal["complete", "diverged", "failed", "unfinished", "missing"]
 Abscissa = Literal["steps", "seconds", "tokens", "flops"]
@@ -456,9 +456,9 @@ class Records:
         return (one for one in self.tuned if one.cell == cell_name(labels))
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], K]) -> dict[K, list[Item]]:
+def group_by(items: Iterable[_Item], key: Callable[[_Item], K]) -> dict[K, list[_Item]]:
     """Return the items by key. Keys and items keep their order."""
-    found: dict[K, list[Item]] = {}
+    found: dict[K, list[_Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found
@@ -663,7 +663,7 @@ def _kept_apart(runs: Iterable[Run], directory: Path) -> tuple[Run, ...]:
     These runs differ in configuration or provenance, or have the same seed.
     """
     all_runs = list(runs)
-    cells = grouped((run for run in all_runs if run.environment), lambda run: tuple(run.labels.items()))
+    cells = group_by((run for run in all_runs if run.environment), lambda run: tuple(run.labels.items()))
     found = dict[Path, str]()
     for cell in cells.values():
         made = [

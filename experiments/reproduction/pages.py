@@ -11,7 +11,7 @@ from statistics import fmean
 from eigengraft.errors import RecipeError
 
 from ..reports.number_format import number_format
-from ..reports.records import grouped
+from ..reports.records import group_by
 from ..reports.seed_statistics import Summary, summarize
 from ..reports.tables import format_rate, format_summary, markdown_table
 from ..studies.study import load_study
@@ -63,7 +63,7 @@ def study_table(results: StudyResults) -> str:
     and seconds. Other times are left out, because they are not comparable if the machine had other load. Losses of rows
     that are compared with each other have one number of decimals.
     """
-    cells = grouped(results.rows, lambda row: tuple(row.labels.values()))
+    cells = group_by(results.rows, lambda row: tuple(row.labels.values()))
     lengths = ("steps", "seconds") if results.timed else ()
     heads = (*results.rows[0].labels, "learning rate", *lengths, "validation loss", "bytes per parameter")
     losses = {labels: _loss(own) for labels, own in cells.items()}

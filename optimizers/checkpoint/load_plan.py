@@ -20,7 +20,7 @@ from eigengraft.slots import FORMAT, StateKey
 
 from ..inspect.reporting import ComposedOptimizer
 from ..state.manifest import manifest
-from ..state.param_sets import Batch, StateValues
+from ..state.param_sets import GroupBatch, StateValues
 from ..state.shown_state import host_state, is_host_key, own_state
 from ..step.step import ParamSet
 from ..write.averaging import Mode
@@ -146,7 +146,7 @@ def _as_saved(parameter: Tensor, state: Any) -> Any:
     return {**state, **others, **({"step": torch.tensor(step, dtype=torch.int64, device="cpu")} if plain else {})}
 
 
-def _fitting(optimizer: ComposedOptimizer, batch: Batch, values: Mapping[Tensor, Any]) -> Sequence[ParamSet]:
+def _fitting(optimizer: ComposedOptimizer, batch: GroupBatch, values: Mapping[Tensor, Any]) -> Sequence[ParamSet]:
     """Return the parameter sets of a batch of param groups.
 
     If parameters were frozen or thawed since the save, the parameters with saved state are not those in the sets. The

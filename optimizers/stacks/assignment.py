@@ -335,7 +335,7 @@ identifies the set of ranks that exchange the blocks of a parameter."""
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class ParamGroup:
     """The parameters of one param group, as they were when the group was added.
 
     parameters: the parameters.
@@ -369,7 +369,7 @@ class Assignments:
 
     def group(
         self, index: int, parameters: Sequence[Tensor], infos: Sequence[ParamInfo], frozen: Sequence[bool] | None
-    ) -> Group:
+    ) -> ParamGroup:
         """Return the group with the given index. Its blocks get owners and phases later, by `assign`.
 
         frozen: for each parameter, True if it counts as frozen. None: parameters with `requires_grad=False` are frozen.
@@ -381,10 +381,12 @@ class Assignments:
                 specs.append(self._spec(parameter, info, name, is_frozen, index))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        return Group(list(parameters), list(infos), specs)  # copies, because a framework may change the group's list
+        return ParamGroup(
+            list(parameters), list(infos), specs
+        )  # copies, because a framework may change the group's list
 
     def assign(
-        self, groups: Iterable[Group], added: Iterable[Group], loads: dict[RankGroup, Loads]
+        self, groups: Iterable[ParamGroup], added: Iterable[ParamGroup], loads: dict[RankGroup, Loads]
     ) -> Mapping[RankGroup, Balance]:
         """Assign owners to the blocks of the added groups, and a phase to every block of all groups.
 
@@ -403,11 +405,11 @@ class Assignments:
             balances[rank_group] = assign_owners(own, self.recipe, self.phases, load)
         return balances
 
-    def set_phases(self, groups: Iterable[Group]) -> None:
+    def set_phases(self, groups: Iterable[ParamGroup]) -> None:
         """Assign a phase to every block of all groups."""
         self.phases = refresh_phases(self.recipe, self._keys(groups))
 
-    def warn_of_waiting(self, groups: Sequence[Group], balances: Mapping[RankGroup, Balance]) -> None:
+    def warn_of_waiting(self, groups: Sequence[ParamGroup], balances: Mapping[RankGroup, Balance]) -> None:
         """Warn, on one rank, if ranks will spend much of their time waiting for each other's refreshes.
 
         groups: all groups.
@@ -417,7 +419,7 @@ class Assignments:
             if rank_group.all_ranks.rank == 0:
                 warn_of_waiting(own, self.recipe, self._keys(groups), rank_group.size, balances[rank_group])
 
-    def _keys(self, groups: Iterable[Group]) -> list[ParamKey]:
+    def _keys(self, groups: Iterable[ParamGroup]) -> list[ParamKey]:
         return [spec.key for group in groups for spec in group.specs] + [*map(self._key, self.others)]
 
     def _key(self, info: ParamInfo) -> ParamKey:
@@ -451,7 +453,7 @@ class Assignments:
         kind, factors = (tuple(info.shape), dtype, parameter.device), self.recipe.width_factors(info)
         return ParamSpec(name, path, *kind, placement, matrices, frozen, factors, index, rank_group)
 
-    def check(self, index: int, group: Group, values: Mapping[str, Any]) -> None:
+    def check(self, index: int, group: ParamGroup, values: Mapping[str, Any]) -> None:
         """Raise ValueError on every rank if ranks have different recipes or different param groups at this index.
 
         values: the param group, with its values.
@@ -467,7 +469,7 @@ class Assignments:
             }
             check_construction(f"param group {index}", rank_group, texts, specs, own)
 
-    def require_same_owners(self, added: Iterable[Group], first: bool) -> None:
+    def require_same_owners(self, added: Iterable[ParamGroup], first: bool) -> None:
         """Raise ValueError on every rank if the ranks differ in the number of param groups, or in the owners of blocks.
 
         added: groups that were not checked yet.
@@ -479,7 +481,7 @@ class Assignments:
             check_construction("no more param groups", rank_group, {"owners": repr(owners)}, (), ())
 
 
-def _shared(groups: Iterable[Group]) -> dict[RankGroup, list[ParamSpec]]:
+def _shared(groups: Iterable[ParamGroup]) -> dict[RankGroup, list[ParamSpec]]:
     """Return the parameters that several ranks share, in lists by their rank group."""
     found: dict[RankGroup, list[ParamSpec]] = {}
     for spec in chain.from_iterable(group.specs for group in groups):

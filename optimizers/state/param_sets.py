@@ -24,7 +24,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_named, describe_unnamed
 from ..signals import Signals
 from ..signals.signals import Schedules
-from ..stacks.assignment import Assignments, Group
+from ..stacks.assignment import Assignments, ParamGroup
 from ..stacks.placement import ParamSpec
 from ..step.spikes import SpikeCheck, require_same_ranks
 from ..step.step import ParamSet
@@ -37,7 +37,7 @@ StateValues = Mapping[Tensor, Mapping[str, Tensor]]
 
 
 @dataclass(eq=False)
-class Batch:
+class GroupBatch:
     """Param groups that were added together. They share parameter sets, and their blocks get owners together.
 
     groups: the groups.
@@ -45,7 +45,7 @@ class Batch:
     sets: the parameter sets. The list is empty until `ParamSets.install`.
     """
 
-    groups: Sequence[Group]
+    groups: Sequence[ParamGroup]
     loads: dict[RankGroup, Loads]
     sets: Sequence[ParamSet] = ()
 
@@ -76,7 +76,7 @@ class ParamSets:
     def __init__(self, recipe: Recipe, checked: bool = False, others: Sequence[ParamInfo] = ()) -> None:
         self.recipe, self.checked, self.others = recipe, checked, others
         self.recipe_text, self.follows_peak = recipe.to_json(), recipe.follows_peak()
-        self.groups, self.batches = list[Group](), list[Batch]()
+        self.groups, self.batches = list[ParamGroup](), list[GroupBatch]()
         self.consolidated: dict[str, Any] | None = None
         self.asks_signals = False
         self._shown = ShownState({}, [], [])
@@ -123,7 +123,7 @@ class ParamSets:
         Return the balance of the work over each set of ranks.
         """
         before = self.batches[-1].loads if self.batches else {}
-        batch = Batch(self.groups[index:], {rank_group: deepcopy(loads) for rank_group, loads in before.items()})
+        batch = GroupBatch(self.groups[index:], {rank_group: deepcopy(loads) for rank_group, loads in before.items()})
         self.batches.append(batch)
         return self._assignments.assign(self.groups, batch.groups, batch.loads)
 
@@ -206,7 +206,7 @@ class ParamSets:
         """Return all parameters with their descriptions, in the order of the groups."""
         return list(zip(self.parameters, self.infos, strict=True))
 
-    def build(self, batch: Batch, wanted: set[int]) -> list[ParamSet]:
+    def build(self, batch: GroupBatch, wanted: set[int]) -> list[ParamSet]:
         """Build parameter sets for a batch of param groups, from the parameters whose id is in `wanted`.
 
         The parameters of a batch form one set if they are on the same device and are shared by the same ranks.
@@ -227,7 +227,7 @@ class ParamSets:
 
     def install(
         self,
-        batch: Batch,
+        batch: GroupBatch,
         param_sets: Sequence[ParamSet],
         state: MutableMapping[Tensor, Any],
         mode: Mode,

@@ -22,6 +22,7 @@ from eigengraft import Optimizer, RecipeError, Stage, compose, load_recipe
 from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.stacks.streams import Streams
 from eigengraft.optimizers.step import traced
+from eigengraft.optimizers.step.exchange import LocalStep
 from eigengraft.optimizers.step.offload import CopiedState, OffloadedState
 from eigengraft.quantization import Offload
 from eigengraft.quantization.offload import in_memory
@@ -152,9 +153,8 @@ def test_a_direction_outlasts_the_state_that_it_is(to: To) -> None:
             torch.manual_seed(0)
             parameters = [nn.Parameter(torch.randn(3, n).to(device.device)) for n in (4, 6, 7)]
             optimizer = Optimizer(parameters, {"update": ["breaks_for_test"], "routes": []} | changes, lr=0.1)
-            (own,) = optimizer.param_sets
             found = list[Tensor]()
-            with mock.patch.object(own.exchange, "deliver", lambda blocks, direction, to=found: to.append(direction)):
+            with mock.patch.object(LocalStep, "deliver", lambda own, blocks, direction, to=found: to.append(direction)):
                 for index, parameter in enumerate(parameters):
                     parameter.grad = torch.full_like(parameter, index + 1.0)
                 optimizer.step()
@@ -547,7 +547,7 @@ def test_copies_and_programs_are_ordered(lacking: str, monkeypatch: pytest.Monke
     """Three steps of five stacks have no race. The second step leaves one stack out, so that later stacks use other
     buffers. Without any wait the test finds races, and buffers in memory that earlier work still uses."""
     monkeypatch.setattr("eigengraft.quantization.offload.available", lambda location, device: location)
-    monkeypatch.setattr("eigengraft.optimizers.stacks.stack.available", lambda location, device: location)
+    monkeypatch.setattr("eigengraft.optimizers.recipe.recipe.available", lambda location, device: location)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     zeros, empty = torch.zeros, torch.empty
     for name, made_by in (("zeros", zeros), ("empty", empty)):
