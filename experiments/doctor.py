@@ -447,10 +447,12 @@ class Record:
 
     @property
     def first_step(self) -> float | None:
-        """The ratio |update| / |weight| that the first step has at the peak learning rate; None if none was measured.
+        """The ratio |update| / |weight| that the first step would have at the peak learning rate. None if no ratio was
+        measured.
 
-        It is the median over layers. If the run has no table of layers, it is the first ratio in the rows. A warm-up
-        is taken into account: step k has the fraction k / warmup_steps of the peak.
+        It is computed from the median ratio of the first step over layers. If the run has recorded no layers, it is
+        computed from the first row of metrics that has a ratio. If the ratio was measured in step k of a warm-up, it is
+        multiplied by warmup_steps / k, because step k has the fraction k / warmup_steps of the peak learning rate.
         """
         rows = [(row["step"], row["update_ratio"]) for row in self.run.rows if row.get("update_ratio") is not None]
         firsts = [*self.run.layers.get("update_ratio_first", {}).values()]
@@ -631,10 +633,12 @@ def _setting(config: Mapping[str, Any], *path: str) -> Any:
 
 
 def _lower(record: Record) -> str:
-    """Return advice to lower the learning rate by the factor that the first step supports.
+    """Return advice to lower the learning rate. Its factor is computed from the size of the first update.
 
-    Later steps do not count: their size follows from the weights and gradients of a run that diverges. If the first
-    step was not measured, or was of healthy size, the advice is to lower the rate in small steps.
+    The size is |update| / |weight|, see `Record.first_step`. The factor is the ratio of this size to `Record.target`, a
+    healthy size. If the factor is less than REMARKABLE, the advice is to divide the rate by REMARKABLE until the loss
+    falls. If no finite size was measured, it is to divide the rate by 10 until the loss falls. Later updates do not
+    count: their size follows from the weights and gradients of a run that diverges.
     """
     first = record.first_step
     if first is None or not math.isfinite(first):
@@ -646,9 +650,10 @@ def _lower(record: Record) -> str:
 
 
 def _raise(record: Record) -> str:
-    """Return advice about a loss that does not fall. Its factor on the learning rate follows from the largest update.
+    """Return advice about a loss that does not fall. Small updates give the advice to raise the learning rate.
 
-    If the updates were large enough to change the weights by their own norm, the advice is not to raise the rate.
+    The factor brings the largest measured ratio |update| / |weight| to `Record.target`. If the updates were large
+    enough to change the weights by their own norm, the advice is not to raise the rate.
     """
     own, largest = record.recipe_rate, record.largest_step
     if record.rate == 0 or (largest == 0 and record.has_gradients):  # all updates were rounded to 0
@@ -732,14 +737,16 @@ def _init(record: Record) -> str:
 
 
 def _decay(record: Record) -> str:
-    """Return the name of weight decay in advice, "more weight decay" if the run has some."""
+    """Return "more weight decay" if the run has weight decay, else "weight decay"."""
     own = record.run.config.get("weight_decay")
     rate = _setting(record.run.config, "recipe", "weight_decay", "rate") if own is None else own
     return "more weight decay" if rate else "weight decay"
 
 
 def _solver(record: Record) -> str:
-    """Return advice to choose the solver `eigh` if a root has another one."""
+    """Return a clause that advises to compute matrix roots with the solver `eigh`. Return "" if `eigh` is the only
+    solver in the recipe.
+    """
     solvers = _solvers(record.run.config.get("recipe"))
     return "" if solvers and all(_setting(one, "kind") == "eigh" for one in solvers) else ", choose `solver: eigh`"
 
@@ -783,7 +790,7 @@ The texts name only settings that the run has, and no setting that already has t
 
 
 def _advice(record: Record, kind: FindingKind) -> Mapping[str, str]:
-    """Return the texts that the remedy of a kind of findings needs, by name."""
+    """Return, for each name in braces in the remedy of findings of a kind, the text that replaces it in this run."""
     named = [name for _, name, _, _ in Formatter().parse(EXPLANATIONS[kind].remedy) if name]
     return {name: ADVICE[name](record) for name in named}
 
@@ -1112,8 +1119,8 @@ def _of_mean(task: Task, outputs: Tensor, targets: Tensor) -> float:
 def _unscaled(inputs: Tensor, names: Sequence[str]) -> str:
     """Return a sentence about inputs that are not normalized. Return "" if they are, or nearly.
 
-    The size of a column is its largest number, without the sign. The largest size is compared with a usual size: a
-    quarter of the columns are not larger.
+    The size of a column is its largest absolute number. Inputs are not normalized if the size of a column exceeds
+    UNSCALED, or UNSCALED times the lower quartile of the sizes of all columns.
 
     Columns of zeros, such as pixels at an edge, do not count. If inputs have other shapes than [B, columns], such as
     those of images, all their numbers count as one column.

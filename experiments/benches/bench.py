@@ -1,7 +1,8 @@
 """One runner for all benches: candidates are measured on problems, and each measurement is a row of one table.
 
 A subclass of `Bench` declares one bench: its candidates, problems, measurement, columns, table, figure and
-recommendations.
+recommendations. Candidates are components. The declaration of a component is its fields as plain data, such as
+{"kind": "eigh", "eps": 1e-8}.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ Declaration = Mapping[str, Any]
 
 
 def defaults(family: type[Component], preferred: Iterable[Declaration]) -> tuple[Declaration, ...]:
-    """Return the declarations of a family's default candidates.
+    """Return the default candidates of a bench as declarations: mappings with the `kind` of a component and its fields.
 
-    First come the declarations in `preferred` whose kind is registered, then all other members that have no required
-    fields.
+    First come the declarations in `preferred` whose kind is registered in the family. Then come all other kinds of the
+    family whose fields all have defaults, each without fields.
     """
     chosen = [declared for declared in preferred if declared["kind"] in family.members]
     kinds = {declared["kind"] for declared in chosen}
@@ -204,11 +205,11 @@ class Bench(Component, ABC, family="bench"):
 
     @abstractmethod
     def table(self) -> Table:
-        """Return the declaration of the table that is printed."""
+        """Return the description of the table that is printed: its title, headings, and functions of its cells."""
 
     @abstractmethod
     def panels(self) -> tuple[Panel, Panel]:
-        """Return the declarations of the two panels of the figure."""
+        """Return the descriptions of the two halves of the figure: their axes, and functions of their lines."""
 
     @abstractmethod
     def recommendations(self) -> Sequence[Recommendation]:
@@ -246,7 +247,7 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def run(self) -> list[Row]:
-        """Measure every candidate on every problem, and return the rows."""
+        """Measure every candidate on every problem, and return the rows of the results."""
         return [row for cell in self.cell_by_cell() for row in cell]
 
     @final
@@ -294,10 +295,11 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def row(self, candidate: Any, fields: Mapping[str, Any], /, **measured: Any) -> Row:
-        """Return a row: the candidate, its declaration, the device, the fields of the problem, and the measured
-        columns.
+        """Return a row of the results, a mapping from columns to values.
 
-        The column `problem` is the reason why nothing was measured, or "" if the candidate was measured.
+        The columns are the name of the candidate, its declaration (its fields as plain data), the device, the fields of
+        the problem, and the columns in `measured`. The column `problem` is the reason why nothing was measured, or ""
+        if the candidate was measured.
         """
         declared: Any = None
         if candidate is not None:

@@ -387,7 +387,11 @@ class StepBench(Bench):
         return candidate.label()
 
     def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
-        """Yield the rows of all candidates on one set of parameters. Candidates with the same algorithm take turns."""
+        """Yield one list with a row for each candidate of a problem.
+
+        A problem is a set of parameters and an interval, for candidates with the same algorithm. The candidates take
+        turns, so that other load of the machine affects all of them: in a round each of them makes one step.
+        """
         shapes, cases, card = problem.make()
         interval = problem.fields["interval"]
         dtype, device = getattr(torch, self.dtype), self.target_device()

@@ -141,8 +141,13 @@ def _on_cuda(tensors: Sequence[Tensor]) -> bool:
 
 
 def step_times(times: Sequence[float], interval: int) -> dict[str, float]:
-    """Return the times of one interval, by column of `StepBench`. The time of each of its steps is the median over the
+    """Return statistics of the times of steps, by column of `StepBench`: steady, refresh, amortized, median, largest.
+
+    They are computed from the times of one typical interval, whose step k takes the median time of step k over all
     measured intervals.
+
+    times: milliseconds of all measured steps, in order.
+    interval: number of steps from one refresh to the next.
     """
     places = [median(times[place::interval]) for place in range(min(interval, len(times)))]
     steady = quantiles(places, n=4)[0] if len(places) > 3 else min(places)

@@ -1,4 +1,8 @@
-"""The table, the figure and the recommendations of a bench, computed from its rows and its declarations."""
+"""The table, the lines of the figure and the recommendations of a bench, computed from the rows of its results.
+
+A row is one measurement. A bench describes its table, figure and recommendations by `Table`, `Panel` and
+`Recommendation`.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +115,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one line. `style` selects color, dashes and marker, which are the same in both panels."""
+    """The points of one line in a panel, which is one half of the figure of a bench.
+
+    label: name of the line in the legend.
+    style: number that selects color, dashes and marker.
+    """
 
     label: str
     style: int

@@ -1,8 +1,9 @@
 """Comparison of the runs of a study along one of its axes, the compared axis.
 
-A panel has all runs with equal labels on all other axes. It has a row for each label of the compared axis, and each row
-is drawn as one line in every figure of the panel. A sweep is a curve of the final metric over labels that are numbers,
-such as learning rates or intervals.
+A panel is one comparison, a section of the report. It has all runs with equal labels on all other axes. It has a row
+for each label of the compared axis, and each row is drawn as one line in every figure of the panel.
+
+A sweep is a curve of the final metric over labels that are numbers, such as learning rates or intervals.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, sum
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """All runs of one label in one panel.
+    """All runs of one label in one panel (`ComparisonPanel`), which differ in their seeds.
 
     label: label on the compared axis, followed by the variant if runs with equal labels differ in configuration or
         provenance.
@@ -167,7 +168,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class ComparisonPanel:
-    """Rows that differ only along the compared axis.
+    """One comparison: rows that differ only along the compared axis. A row has all runs of one label.
 
     title: the other axes with their labels, as `decay = none`; the name of the study if there are no other axes.
     """
@@ -412,7 +413,8 @@ def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[Compari
 
 @lru_cache(maxsize=2)
 def at_their_best(records: Records) -> Sequence[ComparisonPanel]:
-    """Return panels that compare methods, each at its best label of the compared axis, such as its best learning rate.
+    """Return comparisons of methods, each method at its best label of the compared axis, such as its best learning
+    rate.
 
     Methods are the labels of the last axis besides the compared axis. The first method is the baseline. If the first
     method has no best label in a panel, the panel has no baseline. Returns [] unless the labels of the compared axis
@@ -440,14 +442,21 @@ def at_their_best(records: Records) -> Sequence[ComparisonPanel]:
 
 
 def all_panels(records: Records) -> list[ComparisonPanel]:
-    """Return panels that compare methods, each at its best learning rate or other number, then the panels of all runs.
-    A panel of all runs is left out if it has a twin.
+    """Return all comparisons of a report: first those of `at_their_best`, then those of `compare`.
+
+    The first ones have, for each method, only the runs at its best learning rate. If the study has no axis of learning
+    rates, they have the runs at the best number on the compared axis. The others have all runs. One of the others is
+    left out if one of the first has the same runs.
     """
     return [*at_their_best(swept(records)), *(one for one in compare(records) if twin(one, records) is None)]
 
 
 def twin(panel: ComparisonPanel, records: Records) -> ComparisonPanel | None:
-    """Return the panel of methods at their best that has the runs of another panel, None if there is none."""
+    """Return the panel of `at_their_best`, other than `panel`, that has exactly the runs of `panel`. Return None if
+    there is none.
+
+    A report shows only one of two panels with the same runs.
+    """
 
     def runs(one: ComparisonPanel) -> list[Path]:
         return [run.directory for row in one.rows for run in row.runs]

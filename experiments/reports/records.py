@@ -299,9 +299,9 @@ class Tried:
 
 @dataclass(frozen=True)
 class TunedCell:
-    """The result of the search in one cell of a study, which is one label on each axis.
+    """The result of the search in one cell of a study. A cell is one combination of labels, with its runs over seeds.
 
-    cell: axis=label of every axis, separated by commas.
+    cell: name of the cell: axis=label for every axis, separated by commas.
     values: best values, by dotted path.
     edges: field -> "least" or "largest", for fields whose best value is at that end of the tried values.
     tried: everything that was tried, by ascending values.
@@ -341,18 +341,21 @@ FEW_EVALUATIONS = 5
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """All runs of a directory. The runs of each label of one axis are compared with the runs labeled `baseline`.
+    """All runs of a directory, and how reports compare them.
 
-    A panel without runs of the baseline has no differences. Two records are equal only if they are the same object, so
-    that `compare` can cache its panels.
+    Runs are compared along the axis `compare`: reports show how the metric of each label differs from that of the label
+    `baseline`, for runs with equal labels on all other axes. Where these runs have none with the label `baseline`,
+    reports show no differences. Two records are equal only if they are the same object, so that functions of records
+    can be cached.
 
     name: name of the study or directory.
     description: question of the study.
-    baseline: label of the baseline; empty: nothing is subtracted.
-    tuned: results of searches.
+    compare: name of the axis along which runs are compared.
+    baseline: label of the baseline; empty: no differences are shown.
+    tuned: results of searches, one for each cell.
     target: value of the metric to reach. Tables have the first step at which each row reaches it. None: no target.
     equal: "steps" if each run has the steps of its configuration, "seconds" if each run trains as long as the baseline.
-    originals: for each label of the report, the label of the study that it replaces.
+    originals: label of the report -> label of the study, for labels that the report shows under other names.
     tuned_in: where the learning rates were tuned, if the study says so.
     """
 

@@ -458,9 +458,9 @@ def _summaries(panel: ComparisonPanel, field: str, small: bool = True) -> Callab
 
 
 def _labeled_rate(row: ComparisonRow, panel: ComparisonPanel, records: Records) -> bool:
-    """Return True if the learning rate of a row's runs is their label on the axis of learning rates.
+    """Return True if a row's label on the axis of learning rates is the learning rate `lr` of its runs.
 
-    It is another number if, for example, the axis is that of one layer.
+    The two differ if, for example, the axis sets the learning rate of only one layer.
     """
     label = row.runs[0].labels.get(records.rates, "")
     return label_number(label) == learning_rate(panel.configs.get(row.label, {}))

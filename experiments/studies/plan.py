@@ -1,7 +1,8 @@
 """The runs of a study: checked experiments of every cell, the runs of searches, and short timed runs.
 
-Every cell becomes a checked experiment before anything is run. The timed runs measure the time of a step. If cells
-train for equal seconds, these times determine their numbers of steps.
+A cell is one combination of labels, one from each axis, with its runs over seeds. Every cell becomes a checked
+experiment before anything is run. The timed runs measure the time of a step. If cells train for equal seconds, these
+times determine their numbers of steps.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of labels.
+    """One combination of labels, one from each axis. It is run once with each seed of the study.
 
     labels: label by axis.
     changes: values by dotted path in which the cell differs from the base experiment.
@@ -371,19 +372,25 @@ def _was_stopped(experiment: Experiment, run: Run, metric: Metric) -> bool:
 
 
 ROUNDS = 3
-"""Number of timed runs of every cell. Cells are timed in turn, so that other load of the machine affects all of them.
+"""Number of timed runs of every cell. They are made in rounds: all cells are timed once before one is timed again, so
+that other load of the machine affects all of them.
 """
 TIMED_STEPS = 100
 """Largest number of steps of a timed run. The first 5 percent are not counted: they contain one-time setup."""
 
 
 def plan_timing(study: Study, directory: Path, failed: Collection[str] = ()) -> tuple[list[PlannedRun], Study]:
-    """Return the timed runs that are not done yet, or, if there are none, the study with the steps of every cell set.
+    """Return the timed runs that are still to do, and the study. If none are left to do, the study is one in which the
+    steps of every cell are set, so that all cells train for about equal seconds.
 
-    In a round every cell has one timed run. Let s be the seconds per step of the cell in a round, and s_b those of its
-    baseline. The cell then has round(N r) steps, where N is the number of steps of the baseline and r the median of s_b
-    / s over rounds. Only training seconds count, without evaluation. The result depends on the runs in `directory`
-    alone.
+    Without `equal: seconds`, nothing is timed and the study is returned unchanged.
+
+    A cell is one combination of labels, with its runs over seeds. Its baseline is the cell with the baseline's label on
+    the compared axis and equal labels on all other axes. There are ROUNDS rounds, and in a round every cell has one
+    timed run. Let s be the seconds per step of a cell in a round, and s_b those of its baseline in the same round. The
+    cell then has N r steps, rounded to an integer, but at least 1. N is the number of steps of the baseline, and r is
+    the median of s_b / s over rounds. Only training seconds count, without evaluation. The result depends on the runs
+    in `directory` alone.
 
     Raises RecipeError if a timed run has failed, diverged at once, or had other settings.
 

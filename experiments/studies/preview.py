@@ -17,7 +17,7 @@ from .study import Study
 
 @dataclass(frozen=True)
 class CellPreview:
-    """The runs of one cell.
+    """The runs of one cell of a study. A cell is one combination of labels, with its runs over seeds.
 
     labels: label by axis.
     runs: number of runs, one for each seed.
@@ -41,14 +41,14 @@ class CellPreview:
 
 @dataclass(frozen=True)
 class StudyPreview:
-    """All cells of a study, and their configurations.
+    """The runs of all cells of a study, and the configurations of the cells. Cells are described in `CellPreview`.
 
     seconds: expected seconds of all runs that are not done yet, if they run one after the other. Runs of searches and
         timed runs are included.
-    configs: compared axis -> labels of all other axes, as one text -> label of the compared axis -> configuration of
-        the cell.
+    configs: configurations of the cells, in nested mappings. The first key is the name of a compared axis. The second
+        has the labels of the cell on all other axes, separated by commas. The third is its label on the compared axis.
     comparisons: a sentence for each comparison in the report of the study.
-    measured: number of finished runs from whose time the expected seconds follow; 0: they are guessed.
+    measured: number of finished runs whose time has corrected the expected seconds; 0: the seconds are only guessed.
     """
 
     name: str

@@ -59,10 +59,11 @@ class StudyCost:
 
 
 def study_cost(planned: Iterable[PlannedRun], directory: Path) -> StudyCost:
-    """Return the expected cost of runs. If `directory` has finished runs, it is corrected by their time.
+    """Return the expected cost of runs. The seconds are guessed and, if `directory` has finished runs, corrected.
 
-    The correction of a cell is the measured time of a step divided by the guessed time, the median over finished runs
-    of the cell, including runs of searches and timed runs. A cell without finished runs has the median over all cells.
+    A cell is one combination of labels, with its runs over seeds. The guessed seconds of its runs are multiplied by the
+    measured time of a step divided by the guessed time. The measured time is the median over finished runs of the cell,
+    including runs of searches and timed runs. A cell without finished runs has the median factor of the other cells.
     """
     runs, known = list(planned), dict[str, RunCost]()
     costs, ratios, measured = dict[str, RunCost](), dict[str, float](), 0

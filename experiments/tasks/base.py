@@ -553,7 +553,9 @@ class Task(Component, family="task"):
 
 
 def _to_classes(outputs: Tensor, targets: Tensor) -> str:
-    """Return advice that turns targets into one class for each row of outputs."""
+    """Return the clause of an error that tells users how to convert targets to the form that cross-entropy needs: one
+    class for each row of outputs.
+    """
     if targets.shape == outputs.shape and outputs.shape[-1] > 1:
         return "turn one-hot rows into classes with `targets.argmax(-1)`"
     if targets.shape == (*outputs.shape[:-1], 1):
@@ -575,8 +577,10 @@ def training_labels(dataset: Dataset) -> Tensor:
 
 
 def number_classes(lowest: int) -> str:
-    """Return advice about classes without a score. If the lowest class is negative, the advice names the class that is
-    ignored.
+    """Return the clause of an error that tells users to number the classes from 0, with one output for each class.
+
+    lowest: lowest class of the targets. If it is negative, the clause also says that IGNORED_CLASS is the only negative
+        class that the loss accepts, and ignores.
     """
     advice = "number the classes from 0, and give the model one output for each class"
     return advice if lowest >= 0 else f"{advice}; only the class {IGNORED_CLASS} is ignored, for rows without a class"

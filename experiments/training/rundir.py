@@ -63,10 +63,12 @@ checkout, and the other fields do not change the trajectory."""
 def config_changes(
     known: Mapping[str, Any], config: Mapping[str, Any], ignored: Iterable[str] = IGNORED_FIELDS
 ) -> list[str]:
-    """Return a line "field: recorded -> given" for each field in which two configurations differ. Details and long
-    texts are last.
+    """Return a line "field: recorded -> given" for each field in which two configurations differ.
 
-    ignored: fields that may differ. Folders of data may differ, too.
+    Fields of the experiment itself come first, then fields of its components, the most deeply nested last. Among fields
+    of the same depth, short lines come first.
+
+    ignored: fields that may differ. The folder of the data may differ, too.
     """
     nothing = dict.fromkeys(ignored)
     faults = differences(without_folders({**known, **nothing}), without_folders({**config, **nothing}))
@@ -230,10 +232,11 @@ def save_checkpoint(
 def load_checkpoint(
     run: RunDirectory, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any] | None:
-    """Restore model and optimizer from the newest checkpoint, of one process or of several, and return its notes.
-
-    All ranks must call this. Rows and a fault after the checkpoint are dropped; if there is none, all of them. Return
+    """Restore model and optimizer from the newest checkpoint, and return its notes: the other state of the run. Return
     None if there is no checkpoint.
+
+    All ranks must call this. The checkpoint may be of one process or of several. Rows of metrics, rows of diagnostics
+    and a fault are dropped if they are of later steps than the checkpoint. Without a checkpoint, all are dropped.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -268,7 +268,10 @@ class Trainer:
         return rows
 
     def _write_layers(self) -> None:
-        """Write rows of diagnostics about layers, except measures of a parameter that `inspect` has returned."""
+        """Write rows of diagnostics, one for each layer and measure.
+
+        A row is left out if `_inspect` has already written one for the same parameter and measure in this step.
+        """
         known = {(row["parameter"], row["measure"]) for row in self.inspected}
         rows = (row for row in self.layers.table() if (row["parameter"], row["measure"]) not in known)
         if self.ranks.first:
