@@ -318,11 +318,16 @@ def pack_shards(plan: CommPlan, index: int, source: Source) -> Tensor:
 def send_shards(
     plan: CommPlan, index: int, name: str, message: Tensor, rank_group: RankGroup | None = None
 ) -> Work[Tensor]:
-    """Start to send the message of a round, as `pack_shards` returns it, to the ranks that own its blocks.
+    """Start to send entries of this rank's shards to the ranks that own the blocks of a round.
+
+    A round is a set of block groups whose messages are sent by one collective. All ranks call this function, because a
+    rank also receives. Return the collective under way. Its result is `[m]`: the entries of all blocks that this rank
+    owns, in the order of the ranks that sent them.
 
     index: index of the round.
     name: name of the message in errors.
-    rank_group: the ranks; None: the ranks of the plan.
+    message: this rank's entries for all owners, as `pack_shards` returns them.
+    rank_group: another process group of the same ranks. None: the group of the plan.
     """
     own = plan.rounds[index]
     what = f"{name} of {plan.describe(index)}"

@@ -338,9 +338,10 @@ identifies the set of ranks that exchange the blocks of a parameter."""
 class ParamGroup:
     """The parameters of one param group, as they were when the group was added.
 
-    parameters: the parameters.
-    infos: their descriptions.
-    specs: their specifications. The owners of their blocks are entered later, by `Assignments.assign`.
+    parameters: the parameters, in the order of the group.
+    infos: for each parameter, its name, its shape and the facts by which the recipe chooses its update.
+    specs: for each parameter, the path of its update, its division into matrices, and the ranks that hold and update
+        it. The owners of its blocks are entered later, by `Assignments.assign`.
     """
 
     parameters: Sequence[Tensor]
@@ -388,7 +389,10 @@ class Assignments:
     def assign(
         self, groups: Iterable[ParamGroup], added: Iterable[ParamGroup], loads: dict[RankGroup, Loads]
     ) -> Mapping[RankGroup, Balance]:
-        """Assign owners to the blocks of the added groups, and a phase to every block of all groups.
+        """Assign owners to the blocks of the added groups, and new phases to the blocks of all groups.
+
+        The owner of a block is the rank that computes its update. The phase of a block is the fraction of a refresh
+        interval at which it is refreshed.
 
         Owners are chosen such that the load of the added groups plus the load of earlier groups is balanced over ranks.
         Frozen parameters get owners too, after all other parameters, so that no owner changes when a parameter is
@@ -406,7 +410,10 @@ class Assignments:
         return balances
 
     def set_phases(self, groups: Iterable[ParamGroup]) -> None:
-        """Assign a phase to every block of all groups."""
+        """Assign to every block its phase: the fraction of a refresh interval at which the block is refreshed.
+
+        groups: all groups.
+        """
         self.phases = refresh_phases(self.recipe, self._keys(groups))
 
     def warn_of_waiting(self, groups: Sequence[ParamGroup], balances: Mapping[RankGroup, Balance]) -> None:

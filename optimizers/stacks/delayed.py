@@ -54,7 +54,7 @@ os.register_at_fork(after_in_child=_worker.cache_clear)  # a forked process has 
 class _Job:
     """A refresh under way.
 
-    state: state of the refreshed blocks. The results are stored in its pending slots.
+    state: state of the refreshed blocks. Its slots of role "pending" store the results until they take effect.
     seeds: `[n]`, seeds of the blocks.
     what: text for errors, "<stage path>: solve() at step <t>".
     solve: function that returns the results. The job references it until the results are stored, so that a device does
@@ -73,7 +73,7 @@ class _Job:
     process: int
 
     def finish(self) -> None:
-        """Wait for the results, and store them in the pending slots.
+        """Wait for the results, and store them in the state, in slots of role "pending".
 
         Raises ContractError or RuntimeError with the path of the stage if the computation raised an error.
         """

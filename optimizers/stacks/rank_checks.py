@@ -171,11 +171,12 @@ def step_numbers(hypers: Mapping[int, Hyper], steps: int, again: int) -> dict[st
 class RankChecks:
     """Checks and sums of P parameters in every step, among all ranks that update them.
 
-    rank_group: ranks that divide the work on the parameters. Its `all_ranks` include other groups with the same work.
+    rank_group: ranks that divide the work on the parameters. With `distribution.group_size` there are several such
+        groups, each of which updates all of the parameters. `rank_group.all_ranks` has the ranks of all groups.
     linear: P flags, True for parameters whose updates square no gradient. Gradients of these parameters need only be
         finite; gradients of all other parameters must have finite squares.
-    failed: positions of parameters whose roots failed too often on this rank. At the next step all ranks raise an error
-        for them.
+    failed: positions of parameters for which a matrix root, such as A^(-1/4), could not be computed on this rank in
+        more refreshes in a row than `failure.roots` of the recipe permits. At the next step all ranks raise an error.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ class StackState:
             self.refreshes = StackRefreshes(self.stack.device)
 
     def slots(self) -> Iterator[tuple[StateKey, Slot]]:
-        """Yield (key, slot) of all slots that the stages declare. The keys contain no block key."""
+        """Yield (key, slot) of all slots of the stages. The `block` of a key is None: all blocks have these slots."""
         yield from slot_keys(self.rule, self.path, self.stack.block).items()
 
     def stored(self, key: StateKey) -> list[Tensor]:
@@ -107,7 +107,7 @@ class StackState:
         return [self.tensors[name] for name in self.names(key)]
 
     def stored_slots(self) -> dict[StateKey, StoredSlot]:
-        """Return the storage of all slots. The keys contain no block key."""
+        """Return how each slot of the stages is stored. The `block` of a key is None: all blocks store it alike."""
         return stored_slots(self.rule, self.path, self.stack.block, self.stack.dtype, self.storage)
 
     def _allocate(
@@ -254,13 +254,16 @@ class StackState:
         tensors: the new tensors, by name.
         """
         self.tensors.update(tensors)
-        self.__dict__.pop("entries", None)  # views of the former tensors, as the rows
+        # both caches have views of the former tensors
+        self.__dict__.pop("entries", None)
         self._parameter_rows.clear()
 
     def parameter_rows(self, name: str) -> list[Tensor]:
-        """Return a state tensor as one view for each block, in the shape of the parameter that the block is.
+        """Return a view of a state tensor `[N, *block]` for each block, in the shape of the block's parameter.
 
-        name: name of a state tensor with the shape of the block. The views are cached.
+        Every block of the stack must be a whole parameter. The views are cached.
+
+        name: name of the state tensor, which has a number for each entry of the parameter.
         """
         if name not in self._parameter_rows:
             rows = zip(self.tensors[name].unbind(), self.stack.grids, strict=True)

@@ -113,10 +113,13 @@ step; `[P]`, True for parameters that the step changes.
 
 
 class GraphNumbers(StepNumbers):
-    """Numbers of a captured step as tensors on the device. A replay of the graph reads them.
+    """Numbers of a captured step that follow from step counts, as tensors on the device that the graph reads.
+
+    The tensors are filled before each replay. A stack is a set of equal blocks of parameters that are updated together,
+    and a program is a traced function that computes their update.
 
     counts: by index of a stack, the step count of its blocks, 0-d; float32 for a fused kernel, else float64.
-    of_programs: by index of a stack and program, the numbers of the program by name.
+    of_programs: by (index of a stack, program of the stack), the inputs `Program.numbered` of the program by name.
     """
 
     captured = True

@@ -72,9 +72,13 @@ class Step:
     mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
     rates: learning rate and weight decay of each parameter.
     survey: facts about the full gradients, such as their norms.
-    signals: signals by name, and sums of slots over all parameters by key of the slot. A value is one number for the
-        step, `[P]`, a list with a tensor or `SideMatrix` for each parameter, or, for partner signals, a mapping from
-        positions to tensors. `Signal.extent` says which.
+    signals: inputs of stages beside gradients: signals by name, and sums of slots over all parameters by key of the
+        slot. A sum is one number. The form of a signal follows from its `Signal.extent`:
+        "step": one number.
+        "parameter": `[P]`.
+        "input_matrix", "output_matrix": a list with a `SideMatrix` for each parameter.
+        "partner": a mapping from the position of a parameter to its tensor.
+        any other extent: a list with a tensor for each parameter.
     step_numbers: numbers that follow from step counts. A graph that captures the step reads them on the device.
     """
 

@@ -387,9 +387,13 @@ def _run_entries(blocks: ActiveBlocks, step: InPlaceStep, programs: Mapping[torc
     of_writes = dict[tuple[torch.dtype, WriteNumbers], dict[str, Tensor]]()  # for all blocks with the same numbers
 
     def numbers(dtype: torch.dtype, write: WriteNumbers, at: int) -> dict[str, Tensor]:
-        """Return by name the inputs of a program that are numbers of the write (rates and factor) or of the step.
+        """Return by name the inputs of a compiled program that are single numbers.
 
-        dtype: dtype of the parameters, the key of the program.
+        These are the numbers with which updates are written into parameters, and the numbers that follow from the step
+        count, such as scheduled fields of stages.
+
+        dtype: dtype of the parameters. It selects the program in `programs`.
+        write: learning rate, weight decay and factor of the update.
         at: step count of the blocks.
         """
         program, key = programs[dtype], (dtype, write)

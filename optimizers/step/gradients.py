@@ -190,9 +190,10 @@ class LocalSurvey:
         return found.new_zeros(len(gradients)).index_copy_(0, places, found)
 
     def scaled(self, factor: float | Tensor) -> Self:
-        """Return the survey of the gradients after the caller has multiplied them by `factor` in place.
+        """Return the facts about the gradients after the caller has multiplied them by `factor` in place.
 
-        Every fact is computed from the gradients when it is read. Only the gathered copies are dropped.
+        Facts such as `squares` follow without further work, because they are computed from the gradients when they are
+        read. `gathered` is empty in the result, because it has copies that were made before the multiplication.
         """
         return replace(self, gathered={})
 

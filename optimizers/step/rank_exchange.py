@@ -141,7 +141,7 @@ class RankStep(LocalStep):
     ) -> None:
         super().__init__(exchange, step, stacks, write)
         self.exchange, self.moved, self._held = exchange, moved, dict[int, tuple[Tensor, Tensor]]()
-        if exchange.needs_rms:  # at once, because all ranks must sum together
+        if exchange.needs_rms:  # computed before a stage reads it, because all ranks must take part in the sum
             self._rms = self._root_mean_squares()
         sources: dict[str, Source] = {"gradients": self._entries}
         if exchange.needs_parameters:
@@ -158,9 +158,12 @@ class RankStep(LocalStep):
         return self._rms_from_norms(range(len(norms)), norms)
 
     def _entries(self, position: int, view: EntryView) -> Tensor | None:
-        """Return entries of a parameter's gradient, with the weight decay that the recipe adds to gradients.
+        """Return selected entries of a parameter's gradient, as they are sent to the owners of blocks.
 
-        Returns None if the parameter has no gradient.
+        Weight decay that the recipe adds to gradients is included. Returns None if the parameter has no gradient.
+
+        position: position of the parameter.
+        view: function that selects the entries: it returns a view of them in this rank's shard.
         """
         gradient: Tensor | None = self.step.gradients[position]
         path, rates = self.exchange.paths[position], self.step.rates

@@ -155,7 +155,10 @@ class ParamSet:
         self.finite_check.raise_nonfinite(bad, "found one step later; the step did not change these parameters")
 
     def finish_refreshes(self) -> None:
-        """Wait for all delayed refreshes that are under way, and store the results in pending slots."""
+        """Wait for all delayed refreshes that are under way, and store their results in the state.
+
+        Slots of role "pending" store them until they take effect.
+        """
         for own in self.stack_states:
             if own.refreshes is not None:
                 own.refreshes.finish_all()

@@ -451,7 +451,9 @@ class Program:
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def write_numbers(self, write: WriteNumbers) -> dict[str, Tensor]:
-        """Return the numbers of a write by name, as tensors on the device, in the dtype of the program.
+        """Return the numbers with which an update is written into parameters, by name.
+
+        The result has tensors on the device, in the dtype of the program.
 
         A cache keeps the tensors of recent floats. The values of numbers that are tensors may change.
         """

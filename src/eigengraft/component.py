@@ -290,7 +290,10 @@ class Component(BaseModel, metaclass=ComponentType):
 
     @classmethod
     def _kinds_with(cls, fields: Mapping[str, Any]) -> list[str]:
-        """Return the kinds of this family that have all of the fields; none if there are no fields."""
+        """Return the kinds (names in recipes) of the classes of this family that have all of the given fields.
+
+        The list is empty if no field is given.
+        """
         known = {
             kind: {name if own.alias is None else own.alias for name, own in member.model_fields.items()}
             for kind, member in sorted(cls.members.items())

@@ -608,7 +608,7 @@ def norms_by_dtype(
 
     A group takes few kernels, however many tensors it has.
 
-    dtypes: dtype in which each norm is computed; None for the dtype in which each tensor is updated.
+    dtypes: dtype in which each norm is computed. None: float64 for float64 tensors, float32 for all others.
     order: 2 for Frobenius norms, inf for the largest absolute value of an entry.
     """
     if dtypes is None:
@@ -624,7 +624,8 @@ def squares_are_finite(tensors: Sequence[Tensor]) -> bool:
     """Return True if the sum of squares of each tensor is finite, and the host can know this without waiting for a
     device.
 
-    The sum is computed in the dtype in which the tensor is updated. Fake tensors on a CPU count as finite.
+    The sum must be finite in float64 for float64 tensors, in float32 for all others. Fake tensors on a CPU count as
+    finite.
     """
     if tensors and tensors[0].is_cpu and not has_values(tensors[0]):
         return True

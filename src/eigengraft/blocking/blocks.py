@@ -186,12 +186,14 @@ class BlockGrid:
         return self._views(x, self._pieces_of_parameter)
 
     def in_blocks(self, blocks: Tensor) -> list[Tensor]:
-        """Return a tensor for each item of `pieces`, with the entries of this piece in all of the blocks.
+        """Return, for each piece of a block, the entries of this piece in all n blocks, as one tensor.
 
-        The shapes are those of `in_parameter`, so that copies between the two lists gather or scatter blocks. The
-        results are views if `blocks` is contiguous, else copies.
+        A block consists of pieces (`pieces`), each of which is a box in the parameter, too. `in_parameter` returns the
+        same entries of the parameter, in tensors of the same shapes. Copies from that list to this one therefore gather
+        blocks, and copies in the other direction scatter them. The results are views if `blocks` is contiguous, else
+        copies.
 
-        blocks: `[n, *shape]`.
+        blocks: the n blocks of the grid, `[n, *shape]`.
         """
         return self._views(blocks, self._pieces_of_blocks) if blocks.is_contiguous() else self._pieces_of_blocks(blocks)
 

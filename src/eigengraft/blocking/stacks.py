@@ -194,9 +194,11 @@ class Stack:
 
 
 class Assembly:
-    """Collects updates of parts of parameters until all updates of a parameter, or of this rank's shard, are there.
+    """Collects the update of each parameter, whose entries arrive in parts, until it is complete.
 
-    begun: updates of which parts are still missing, by position of the parameter.
+    If this rank holds a shard of the parameter, the update has only the entries of the shard.
+
+    begun: by position of the parameter, updates that `completed` has not returned yet.
     """
 
     def __init__(self) -> None:
@@ -217,7 +219,12 @@ class Assembly:
         return self.begun[position]
 
     def completed(self, positions: Iterable[int]) -> dict[int, Tensor]:
-        """Return by position the updates of those of these parameters that are now complete, and forget them."""
+        """Return, by position, each of these parameters' updates whose entries have all been collected.
+
+        They are removed from `begun`.
+
+        positions: positions of parameters in `begun`.
+        """
         return {at: self.begun.pop(at) for at in positions if not self._missing[at]}
 
 

@@ -38,10 +38,11 @@ class Recorder(dict[str, Tensor]):
 
 
 class StageBench:
-    """A stage with the state of N blocks of one shape, which laws run without an optimizer.
+    """A stage with the state of N blocks of one shape. Tests run it without an optimizer.
 
     counts: `[N]`, number of gradients that each block has received.
-    lagging: True if the stage, or a stage inside it, is lagged.
+    lagging: True if the stage, or a stage inside it, applies its state to a gradient before it learns from the gradient
+        (`Traits.lagged`). The first gradient of a block then only initializes the state.
     spans: True if the stage, or a stage inside it, needs sums over all blocks of a parameter.
     """
 
@@ -91,13 +92,14 @@ class StageBench:
     def step(
         self, gradient: Tensor, direction: Tensor | None = None, rows: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Run one step for the blocks in the selected rows of the stack, and return their directions.
+        """Run one step for n of the N blocks, and return their directions `[n, *block]`.
 
-        The first step of a lagged stage only primes the stage, and its directions are 0.
+        The first step of a lagged stage only initializes its state, and its directions are 0.
 
-        direction: the incoming direction; None for the gradient.
-        rows: indices of the rows; None for all rows.
-        mask: bool, True for rows whose state is written; None for all selected rows.
+        gradient: the gradients of these blocks, `[n, *block]`.
+        direction: the incoming directions; None for the gradients.
+        rows: indices of the n blocks; None for all blocks.
+        mask: bool `[n]`, True for blocks whose state is written; None for all n blocks.
         """
         return self.start(gradient, direction, rows, mask)[0]()
 
@@ -132,7 +134,7 @@ class StageBench:
         return run_stacks([run], [context.param_ids])[0] if self.spans else run()
 
     def measures(self, rows: slice) -> dict[str, Tensor]:
-        """Return the measures of the stage for the blocks in the given rows of the stack."""
+        """Return the measures of the stage for the blocks with the given indices."""
         chosen = np.arange(self.blocks)[rows]
         nothing_written = torch.zeros(len(chosen), dtype=torch.bool)
         state = State(self.tensors, self.block, self.path, rows, nothing_written, Storage(self.encoded))
@@ -142,7 +144,7 @@ class StageBench:
     def context(self, chosen: Any) -> StepContext:
         """Return the context of the chosen blocks, with their own steps and every signal that the stage requests.
 
-        The signal of a block does not depend on the other blocks of the stack. For slots with `total=True`,
+        The signal of a block does not depend on which other blocks are chosen. For slots with `total=True`,
         `context.total` returns 1 instead of the sum over all blocks of all parameters.
         """
         steps, seeds, device = self.counts[chosen] - int(self.lagging), self.seeds[chosen], torch.get_default_device()

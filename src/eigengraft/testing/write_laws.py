@@ -325,7 +325,10 @@ class ConstraintBench(_Bench):
         super().__init__(parameters, slots, self.compute)
 
     def context(self, lr: float | Tensor = _LR) -> ConstraintContext:
-        """Return a context with the signals that the constraint requires."""
+        """Return the inputs of the constraint beside parameters and updates, with a sample of each signal.
+
+        The signals are those that the constraint requires. Their values differ between the rows of a parameter.
+        """
         shapes = [PARAMETER_SHAPES[place] for place in self.places]
         rows = [torch.linspace(50, 150, d).reshape(-1, *[1] * len(rest)).expand(d, *rest) for d, *rest in shapes]
         signals = {name: [self.shard(x) for x in rows] for name in self.constraint.requires_some}
