@@ -38,7 +38,7 @@ class WidthScaling(Component):
     )
 
     def factor(self, chain: Sequence[Stage], role: str, matrix: tuple[int, ...], path: str = "update") -> float:
-        """Return the factor for one matrix of a parameter.
+        """Return the number by which the update of one matrix of a parameter is multiplied.
 
         chain: stages of the update.
         role: role of the parameter.

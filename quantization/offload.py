@@ -121,9 +121,9 @@ _WILL_NEED, _DONT_NEED = 3, 4
 
 
 class HostBuffer:
-    """One piece of host memory that holds tensors of a stack between steps.
+    """One piece of host memory, pinned memory or a mapped file, that holds named state tensors between steps.
 
-    location: kind of the memory.
+    location: kind of the memory ("cpu" for pinned memory, "disk" for a file), and the directory of the file.
     memory: the bytes, uint8 `[n]` on the CPU.
     """
 

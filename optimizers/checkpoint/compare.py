@@ -37,8 +37,8 @@ class RecipeChange:
     meaning: differences that give the numbers in slots another meaning, so that the state must not be loaded.
     settings: other differences, such as a decay. The optimizer's settings apply after the load.
     of_groups: differences in defaults of param groups. The saved values apply after the load.
-    renamed: None, or the new name of the saved recipe, if it was renamed since the save and the recipe of the optimizer
-        is another one that now has the old name.
+    renamed: present name of the saved recipe, if its name at the time of the save is now that of another recipe, which
+        the optimizer has. None in any other case.
     names: names of both recipes; None for a recipe without a name.
     """
 

@@ -192,10 +192,12 @@ class ComposedOptimizer(torch.optim.Optimizer):
 
     @isolated
     def inspect(self) -> Inspection:
-        """Return measurements of every stage and block: of the present state and of the step that was watched last.
+        """Return measurements of every stage and block.
 
-        Ranks that share parameters must call it together. Each rank receives the rows of all ranks. Steps that are not
-        watched cost nothing extra.
+        Measurements of state are of the present state. Measurements of directions are of the last step for which
+        `watch_next_step` was called. Other steps cost nothing extra.
+
+        Ranks that share parameters must call it together. Each rank receives the measurements of all ranks.
 
         Raises:
             ValueError: a parameter is a fake tensor, which has no values.

@@ -148,19 +148,24 @@ class MaxLogits(nn.Module):
 
 @dataclass(frozen=True)
 class _Span:
-    """A rank's range of heads, or of outputs of a weight: `length` of `full` items, beginning with item `start`."""
+    """A rank's range of items, which are either heads or outputs of a weight.
+
+    start: index of the first item of the rank.
+    length: number of items of the rank.
+    full: number of items of all ranks together.
+    """
 
     start: int
     length: int
     full: int
 
     def place(self, numbers: Tensor, name: str) -> Tensor:
-        """Place this rank's numbers among those of all ranks. Return one number for each head of all ranks, 0 for heads
-        of other ranks.
+        """Return one number for each head of all ranks: the given numbers for heads of this rank, 0 for other heads.
 
-        The heads of all ranks divide the `full` items evenly. Therefore `start` tells which heads are on this rank.
+        Every head has equally many items of the range: d = `length` / number of heads of this rank. If items are heads,
+        d = 1. The first head of this rank is therefore head `start` / d.
 
-        numbers: one number for each head of this rank. These heads have exactly the items of this range.
+        numbers: one number for each head of this rank.
         name: name of the weight, for the message.
 
         Raises:

@@ -341,7 +341,10 @@ class Recipe(UpdateRule):
         return tuple(found[shape] for shape in shapes)
 
     def reached(self, infos: Iterable[ParamInfo]) -> list[Reached]:
-        """Return, for each entry of `expect`, the share of a model with these parameters that its target receives."""
+        """Return how much of a model reaches each stage or route for which `expect` has a bound.
+
+        infos: descriptions of all parameters of the model.
+        """
         return reached(self.expect, self.rules(), [(info, *self.route(info)) for info in infos] if self.expect else [])
 
     def lacks_total_steps(self) -> str | None:
@@ -434,17 +437,27 @@ class StoredSlot:
     location: Location | None
 
     def place(self, device: torch.device) -> Location | None:
-        """Return the location between steps if the block is on a device. None: the memory of the device."""
+        """Return the memory in which the slot is stored between steps. None: the memory of the block's device.
+
+        device: device of the block. If its own memory is the location, such as "cpu" for a CPU, the result is None.
+        """
         return None if self.location is None else available(self.location, device)
 
     def forms(self) -> dict[str, Form]:
-        """Return shape and dtype of each tensor that stores the slot, by the `part` of its key."""
+        """Return shape and dtype of each tensor that stores the slot for one block.
+
+        The keys are names of tensors, as in `StateKey.part`: those of the quantizer, and FORMAT for the hash of the
+        storage format. A slot without a quantizer has one tensor, with the key "".
+        """
         if self.codec is None:
             return {"": (self.slot.shape, self.dtype)}
         return {**_codes(self.codec, self.slot.shape, self.dtype), FORMAT: ((), torch.int64)}
 
     def nbytes(self) -> int:
-        """Return the bytes of these tensors. The size of large codes is extrapolated from a slot with fewer rows."""
+        """Return the bytes of all tensors that store the slot for one block.
+
+        The size of a large quantized slot is extrapolated from a slot with fewer rows.
+        """
         shape, numel = self.slot.shape, math.prod(self.slot.shape)
         if self.codec is None:
             return numel * self.dtype.itemsize

@@ -115,10 +115,12 @@ class ParamSets:
         self.groups.append(self._assignments.group(len(self.groups), parameters, infos, frozen))
 
     def assign(self, index: int) -> Mapping[RankGroup, Balance]:
-        """Assign owners to blocks of the groups from `index` on. These groups form a new batch.
+        """Assign owners to the blocks of newly added param groups: the groups from `index` on.
 
-        Also assign a new phase to every block of all groups: the fraction of a refresh interval at which the block is
-        refreshed.
+        These groups are appended to `batches` as one `GroupBatch`, the record of param groups that were added together.
+
+        Blocks of all groups, old and new, also get new phases. The phase of a block is the fraction of a refresh
+        interval at which the block is refreshed.
 
         Return the balance of the work over each set of ranks.
         """
@@ -128,9 +130,9 @@ class ParamSets:
         return self._assignments.assign(self.groups, batch.groups, batch.loads)
 
     def complete(self, index: int, groups: Sequence[Mapping[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
-        """Assign owners and create state for the groups from `index` on.
+        """Assign owners and create state for newly added param groups: the groups from `index` on.
 
-        The groups form one batch, so that no result depends on the grouping of parameters.
+        They are processed together, as one batch, so that no result depends on the division of parameters into groups.
 
         groups: all param groups.
 
@@ -340,7 +342,11 @@ class ParamSets:
             param_set.resolve_deferred()
 
     def finish_refreshes(self) -> None:
-        """Wait for all delayed refreshes that are under way, and store the results in slots of role "pending"."""
+        """Wait for all delayed refreshes that are under way, and store their results in the state.
+
+        A delayed refresh takes effect some steps after it began. Until then, a separate slot (of role "pending")
+        stores its result.
+        """
         for param_set in self:
             param_set.finish_refreshes()
 

@@ -25,7 +25,10 @@ HELD = StateKey(None, AVERAGING, "train")
 
 
 class IterateStore:
-    """Iterates and constraint slots of P parameters, addressed by position 0 .. P - 1.
+    """State of P whole parameters: iterates of an averaging, and slots (state tensors) of constraints.
+
+    An averaging has several iterates of each parameter, such as the trained weights and their mean. The parameter holds
+    the training iterate while it is trained, and the evaluated iterate while the model is evaluated.
 
     averaging: averaging of the recipe. None: no iterates.
     constraints: constraints of each update, by the path of the update in the recipe.
@@ -36,9 +39,9 @@ class IterateStore:
     paired: paths of updates of paired parameters, such as the factors A and B of a product. The update of A uses the
         value that B had at the last update of A. This value is stored with B.
     tensors: for each parameter, slots by stage (AVERAGING or "<path>.constraints.<label>") and name.
-    signals: all signals of the present step by name. Those that constraints request have P tensors; None for a
-        parameter without the signal.
-    held: P training iterates while the parameters hold the evaluated iterates. None in training.
+    signals: all signals of the present step by name. A signal that constraints request is a list of P tensors, in
+        which None stands for a parameter without the signal.
+    held: P training iterates, kept here while the parameters hold the evaluated iterates. None in training.
     """
 
     def __init__(

@@ -113,7 +113,11 @@ class Corrected(WeightDecay):
 
 
 class Independent(WeightDecay):
-    """alpha = rate / peak_lr: in a step W shrinks by the fraction rate lr / peak_lr (Wortsman et al. 2023)."""
+    """alpha = rate / peak_lr  in  W <- W - lr alpha W - lr U (independent weight decay, Wortsman et al. 2023).
+
+    In a step the parameter W shrinks by the fraction rate lr / peak_lr. At the peak of the schedule this is `rate`,
+    for any `peak_lr`.
+    """
 
     kind: Literal["independent"] = "independent"
     relative: ClassVar[bool] = True
@@ -137,7 +141,7 @@ class CautiousDecay(WeightDecay):
 
 @dataclass(frozen=True)
 class StepRates:
-    """The numbers of one write.
+    """Learning rate and weight decay with which an update U is written:  W <- W - lr alpha W - lr U.
 
     lr: learning rate.
     alpha: decay factor, as in `WeightDecay.alpha`.
@@ -174,7 +178,10 @@ class StepRates:
 
 
 class WriteNumbers(NamedTuple):
-    """The numbers of a write as inputs of a program: floats or 0-d tensors.
+    """The numbers with which a direction is written into parameters, as inputs of a traced function.
+
+    The write is  W <- W - lr alpha W - lr U,  where U is the direction times `factor`. The numbers are floats or 0-d
+    tensors.
 
     lr: learning rate.
     shrink: 1 - lr alpha.
@@ -191,9 +198,11 @@ class WriteNumbers(NamedTuple):
 
     @classmethod
     def of(cls, scale: StepRates) -> Self:
-        """Return the numbers of a write with the rates `scale`. The factor of the direction is 1.
+        """Return the numbers for the given learning rate and weight decay. The factor of the direction is 1.
 
-        Rates that are tensors stay tensors: the host does not read their values.
+        Numbers that are tensors stay tensors: the host does not read their values.
+
+        scale: learning rate and weight decay.
         """
         return cls(scale.lr, scale.shrink, scale.alpha, scale.gradient_rate)
 

@@ -28,14 +28,17 @@ class AdaptiveShampoo(Factored):
     h = e a ||(S + r I)^(-1/2) (A - S) (S + r I)^(-1/2)||_F,  a = ||(S + r I)^(-e)||_2 / ||(S + r I)^(-e)||_F
     r <- max(eps, r h / threshold);  where the new r is above `ceiling`: S <- A, r <- eps
 
-    d is the direction, x_i the product along axis i, r_i the damping of axis i, and A the present statistic. In the
-    second and third line the index i is left out. By default e = 1 / (2k), where k is the number of axes that have a
-    factor.
+    d is the direction, x_i the product along axis i, and r_i the damping of axis i. A_i is the present statistic, such
+    as a sum of G G^T over gradients G. S_i is an older value of it, whose eigenvectors and eigenvalues are stored. In
+    the second and third line the index i is left out. By default e = 1 / (2k), where k is the number of axes that have
+    a factor.
 
-    h is an estimate of the relative error of the stale root. While the damping r that this error requires is small, the
-    stale root is used with this damping. Otherwise the statistic is decomposed again. Damping and cadence thus follow
-    from data (FOAM, Nam & Ahn 2026, arXiv:2606.02365). The decision is made separately for each block and axis. The
-    field `refresh` is the cadence at which h is computed, at the cost of two matrix products for each axis.
+    Because S is not A, its root has an error. h estimates the relative error, which is smaller for a larger damping.
+    Each time h is computed, r is multiplied by h / `threshold`, but is at least `eps`. The damping thus rises if the
+    error is above `threshold`, and falls if it is below. A new r above `ceiling` is not used. Instead A is decomposed:
+    S becomes A, and r becomes `eps`. Each block and axis decides for itself. Damping and times of decompositions thus
+    follow from data (FOAM, Nam & Ahn 2026, arXiv:2606.02365). The field `refresh` is the cadence at which h is
+    computed, at the cost of two matrix products for each axis.
     """
 
     kind: Literal["adaptive_shampoo"] = "adaptive_shampoo"

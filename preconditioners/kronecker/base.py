@@ -54,7 +54,7 @@ class Factored(Stage):
 
     @property
     def pending_order(self) -> bool:
-        """True if a delayed refresh also stores the order of the columns of a basis, in a pending slot."""
+        """True if a delayed refresh of a basis stores the new order of its columns, too, until it takes effect."""
         return False
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
@@ -213,7 +213,7 @@ class Factored(Stage):
             state[name], state[count] = where_blocks(ok, value, state[name]), torch.where(ok, 0, failed)
 
     def results(self, axis: int, value: Tensor, ok: Tensor, order: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the results of a delayed refresh of one axis, by name of the pending slot.
+        """Return the results of a delayed refresh of one axis, by name of the slot (role "pending") of each.
 
         The slot `pending.result.<axis>` is 1 where the solver succeeded, -1 where it failed, and 0 without a result.
 
@@ -227,8 +227,9 @@ class Factored(Stage):
         return found
 
     def pending(self, state: State, axis: int) -> Pending:
-        """Return the pending result of one axis. The slot `pending.result.<axis>` is set to 0, so that the result is
-        used once.
+        """Return the stored result of a delayed refresh of one axis, when it takes effect.
+
+        The slot `pending.result.<axis>` is set to 0, so that the result is used once.
         """
         result = state[_pending_slot("result", axis)]
         ok, tried = result > 0, result != 0
@@ -241,7 +242,7 @@ class Pending(NamedTuple):
     """The result of a delayed refresh of one axis.
 
     found: the result of the solver. Its `q` is the root or basis in the shape of the slot, and `ok` is True where the
-        solver succeeded. `order` is None if the stage has no pending slot for the order.
+        solver succeeded. `order` is None if columns keep their order (`pending_order` is False).
     tried: bool `[N]`, True where there is a result.
     """
 
