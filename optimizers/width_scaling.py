@@ -64,8 +64,9 @@ def _spectral(chain: Sequence[Stage], m: int, n: int, path: str) -> float:
     if size is None:
         names = ", ".join(stage.label for stage in chain)
         raise ValueError(
-            f"width_scaling: the spectral norm of the directions of {path} ({names}) does not follow from their shape, "
-            "as it does for Adam, SOAP and Muon; remove width_scaling or change the chain"
+            "width_scaling: the factor is computed from the spectral norm of a direction, which does not follow from "
+            f"its shape for the stages of `{path}` ({names}); remove width_scaling, or use stages for which it does, "
+            "such as those of Adam, SOAP or Muon"
         )
     return math.sqrt(m / n) / size
 

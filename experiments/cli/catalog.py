@@ -317,7 +317,7 @@ def print_family(name: str) -> bool:
     family = registered.get(name)
     if family is None:
         return False
-    typer.echo(f"{name}, a family: eigengraft list {name} lists its kinds\n\n{summary(family)}\n")
+    typer.echo(f"{name} is a family of components. `eigengraft list {name}` lists its kinds.\n\n{summary(family)}\n")
     typer.echo(f"A member of your own is a class with the base {public_module(family)}.{family.__name__}. It defines:")
     for one in contract_of(family):
         typer.echo(f"\n  {one.signature}" + ("  (required)" if one.required else ""))

@@ -623,7 +623,7 @@ def _joint(directory: Path) -> Records:
     found = [place for place in sorted(places) if (place / "config.json").is_file()]
     if not found:
         raise ValueError(
-            f"report: {directory} contains neither a study nor runs; give the directory of a study or of runs"
+            f"report: '{directory}' contains neither a study nor runs; give the directory of a study or of runs"
         )
     runs = [_single_run(path, directory) for path in found]
     for run, title in zip(runs, _conditions(runs), strict=True):

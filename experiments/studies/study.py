@@ -279,9 +279,9 @@ class Study(Component):
         own = changed_paths(self.axes[compared])
         if "steps" in own or any("steps" in one.set and compared in one.when for one in self.settings):
             raise ValueError(
-                f"equal: `seconds` cannot be combined with `steps` on axis '{compared}', because the steps of its "
-                f"other labels are computed from those of {compared}={baseline}; set `steps` in `base` or on another "
-                "axis"
+                f"equal: `seconds` cannot be combined with `steps` on axis '{compared}': cells with the baseline "
+                f"{compared}={baseline} have the given steps, and all other cells the steps that take as long; set "
+                "`steps` in `base` or on another axis"
             )
         if alone := [labels for labels in kept if {**labels, compared: baseline} not in kept]:
             raise ValueError(

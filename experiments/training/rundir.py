@@ -116,7 +116,7 @@ class RunDirectory:
         """
         if faults := config_changes(known, config, ignored):
             raise RecipeError(
-                f"{self.path} belongs to a run of another experiment (recorded -> given):\n"
+                f"the directory '{self.path}' belongs to a run of another experiment (recorded -> given):\n"
                 + "\n".join(first_lines(faults))
                 + f"\n{REMEDY}{_hint(known, config) if extensible and len(faults) == 1 else ''}"
             )

@@ -56,7 +56,8 @@ class RecipeChange:
         lines = [*self.meaning, *(self.settings if faults else ())]
         remedy = "compose with the recipe of the checkpoint, `state_dict['param_groups'][0]['recipe']`, to load it"
         if self.renamed is not None:
-            remedy = f"it is shipped as '{self.renamed}' now, and its earlier name is another recipe's; {remedy}"
+            reason = f"the saved recipe is called '{self.renamed}' now, and this optimizer's recipe has its old name"
+            remedy = f"{reason}; {remedy}"
         if all(line.startswith("storage.") for line in lines):
             remedy = "eigengraft.optimizers.convert_storage(state_dict, optimizer) makes a state dict that fits"
         saved, own = self.names
@@ -266,9 +267,14 @@ def saved_mode(groups: Sequence[Mapping[str, Any]], averages: bool) -> Mode:
     """
     found = [group.get("iterate", "train") for group in groups]
     for index, mode in enumerate(found):
-        if mode not in MODES or mode != found[0]:
-            wanted = "'train' or 'eval', and the same in all groups"
-            raise ValueError(f"state_dict: group {index}: 'iterate' must be {wanted}, got {mode!r}")
+        if mode not in MODES:
+            raise ValueError(f"state_dict: group {index}: 'iterate' must be 'train' or 'eval', got {mode!r}")
+        if mode != found[0]:
+            raise ValueError(
+                f"state_dict: group {index}: 'iterate', which says whether the saved parameters hold the training or "
+                f"the evaluated iterate, must be the same in all groups, got {mode!r} here and {found[0]!r} in group "
+                "0; load a state dict as optimizer.state_dict() returned it"
+            )
         if mode == "eval" and not averages:
             raise ValueError(
                 f"state_dict: group {index}: 'iterate' is 'eval', but this optimizer averages no iterates; save after "

@@ -184,7 +184,13 @@ def _layouts(
     placements = _placements(mesh, parallel)
     mode = recipe.distribution.mode
     if mode == "local" or mode == ("replicated" if placements else "sharded"):
-        raise ValueError(f"distribution.mode: '{mode}' cannot be combined with parallel {parallel}")
+        kind, other = ("DTensors", "sharded") if placements else ("plain tensors", "replicated")
+        refused = f"refuses {kind}, and the parameters are {kind} there"
+        reason = "divides no work over ranks" if mode == "local" else refused
+        raise ValueError(
+            f"distribution.mode: '{mode}' cannot be combined with parallel {parallel}, because this mode {reason}; set "
+            f"'auto' or '{other}'"
+        )
     found, ranks, size = dict[tuple[int, ...], Layout](), math.prod(mesh), recipe.distribution.group_size
     if size is not None and (placements or ranks % size):
         got = f"parallel {parallel}" if placements else counted(ranks, "rank")

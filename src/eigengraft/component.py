@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, TypeVar, 
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, PydanticUndefined, core_schema
 
 from eigengraft.errors import RecipeError, did_you_mean
 from eigengraft.reference import FAMILY_MARK, full_docstring, signature_of, summary
@@ -435,9 +435,13 @@ def _register(cls: type[Component]) -> None:
                 raise TypeError(
                     f"{cls.__name__}: `{name}` of {base.__name__} is final and cannot be overridden; rename it"
                 )
-    kind = cls.model_fields["kind"].default if "kind" in cls.model_fields else None
+    kind = cls.model_fields["kind"].default if "kind" in cls.model_fields else PydanticUndefined
     if not isinstance(kind, str):
-        raise TypeError(f"{cls.__name__}: `kind: Literal['name'] = 'name'` is required, got default {kind!r}")
+        got = "none" if kind is PydanticUndefined else repr(kind)
+        raise TypeError(
+            f"{cls.__name__}: the field `kind` needs the name of the component as its default, got {got}; write "
+            "`kind: Literal['name'] = 'name'`, with a name of your choice"
+        )
     annotation = cls.model_fields["kind"].annotation
     words = get_args(annotation)
     if get_origin(annotation) is Literal and words != (kind,):
@@ -547,22 +551,28 @@ OTHER_NAMES = {
 
 
 def with_nearest(cls: type[Component], error: ValidationError) -> ValidationError:
-    """Return the error with advice for each unknown field: where the field belongs, or the known field that is probably
-    meant.
+    """Return the error with advice. If no mapping was given, the advice is the names of all fields. For each unknown
+    field, it is the place where the field belongs, or the known field that is probably meant.
 
-    cls: the component that refused the fields.
+    cls: the component that refused the value.
     """
     details: list[InitErrorDetails] = []
     for fault in error.errors(include_url=False):
         kind, message = fault["type"], fault["msg"]
+        if kind == "model_type" and not fault["loc"]:
+            kind, message = "fields_required", f"{_REQUIRED[kind]} (there are: {', '.join(_field_names(cls))})"
         if kind == "extra_forbidden" and len(fault["loc"]) == 1:
             kind, message = "unknown_field", f"unknown field{_advice(cls, str(fault['loc'][0]))}"
         details.append({"type": PydanticCustomError(kind, message), "loc": fault["loc"], "input": fault["input"]})
     return ValidationError.from_exception_data(error.title, details)
 
 
+def _field_names(cls: type[Component]) -> list[str]:
+    return [field.alias or name for name, field in cls.model_fields.items()]
+
+
 def _advice(cls: type[Component], name: str) -> str:
-    known = [field.alias or name for name, field in cls.model_fields.items()]
+    known = _field_names(cls)
     if where := cls.elsewhere.get("." if "." in name else name):
         return f"; {where}"
     meant = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else _inside(cls, name)

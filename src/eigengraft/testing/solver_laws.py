@@ -393,7 +393,7 @@ class BoundCase(Case[EigenvalueBound]):
     estimate: bool = False
 
 
-def bounds_are_a_number_of_each_matrix(case: BoundCase) -> None:
+def each_matrix_has_one_bound_and_is_not_written_to(case: BoundCase) -> None:
     """`of_scaled` returns `[N]` in the dtype of the matrices, and does not write to them."""
     for dtype in (torch.float32, torch.float64):
         a = _scaled(definite(dtype=dtype))
@@ -451,7 +451,7 @@ def _scaled(a: Tensor) -> Tensor:
 
 BOUND_LAWS: tuple[Law[BoundCase], ...] = (
     Law(the_declaration_survives),
-    Law(bounds_are_a_number_of_each_matrix, decisive=True),
+    Law(each_matrix_has_one_bound_and_is_not_written_to, decisive=True),
     Law(bounds_of_a_stack_are_those_of_its_matrices),
     Law(bounds_scale_with_the_matrix),
     Law(bounds_are_not_below_the_eigenvalue, lambda case: "estimate=True" if case.estimate else None),
