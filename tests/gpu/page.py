@@ -50,10 +50,16 @@ STEPS = """Milliseconds of a step on the parameters of GPT-2 small in float32, w
   Of three steps, the one with the fewest kernels counts. SOAP and Shampoo refresh some of their blocks in every step.
 - *waits*: times that the host waits for the device, by torch's synchronization debug mode, in the step with the fewest
   and in the step with the most."""
-MEMORY = """Megabytes (10^6 bytes): the memory that the state takes on the device, with what torch and cuBLAS keep
-(32 MB for workspaces, and whole blocks of 2 MB); the state by `eigengraft plan`, with 8 bytes on the host
-for the steps of each parameter; the most that a step allocates beyond the state. A graph keeps the memory of its
-intermediate results, and refreshes under way keep copies of their inputs. The plan counts neither."""
+MEMORY = """Megabytes (10^6 bytes):
+
+- *state*: the memory that the state takes on the device. It includes memory that torch and cuBLAS keep: 32 MB for
+  workspaces, and whole blocks of 2 MB.
+- *plan*: the size of the state by `eigengraft plan`. It includes a step count of 8 bytes for each parameter, which is
+  stored on the host.
+- *peak beyond the state*: the most that a step allocates beyond the state.
+
+A graph keeps the memory of its intermediate results, and refreshes under way keep copies of their inputs. The plan
+counts neither."""
 CAPTURE = """Steps with `graph: true`, refreshes every 10 steps, while the learning rate changes in every step.
 
 - *replays*: the number of replays of graphs, summed over all graphs of a recipe. A recipe may have several graphs for

@@ -34,7 +34,7 @@ in products, where the order of operations matters."""
 NO_RECIPE = {
     "maximize": "`maximize` is refused: minimize the negative of the loss",
     "amsgrad": "no stage keeps the largest second moment",
-    "centered": "no stage subtracts the square of the mean gradient",
+    "centered": "the input sets `centered`, and no stage subtracts the square of the mean gradient",
     "beta2_decay": "the decay of Adafactor's statistics is a constant of the recipe's schedule",
     "d": "the clipping threshold is a field of another stage",
     "lr_decay": "a scheduler's job",
