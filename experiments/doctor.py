@@ -55,9 +55,8 @@ steps of adamw, soap_fitted, muon and shampoo on digits and on two tables learne
 The smallest of them is the safest in long runs.
 """
 GRADIENT_TARGET = 0.01
-"""As `TARGET`, for updates that are proportional to gradients. Such updates grow after the first step, by momentum and
-with the gradients of a model that learns.
-"""
+"""The same as `TARGET`, for recipes whose updates are proportional to gradients. It is smaller, because momentum makes
+such updates larger in the steps after the first, and the gradients of a model may grow while it learns."""
 REMARKABLE = 3
 """Smallest factor by which advice changes the learning rate. Also the factor if updates have a healthy size, so that
 measures support no larger one."""

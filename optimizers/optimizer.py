@@ -128,7 +128,7 @@ class Optimizer(ComposedOptimizer):
         if PARTNER & self.param_sets.signals.asking.keys():
             require_partners(self.recipe, self.param_sets.infos)
         if self.recipe.expect:
-            require_expected(self.recipe.reached([*described.others, *self.param_sets.infos]))
+            require_expected(self.reached())
         if not isinstance(params, DescribedParameters):  # for a model, `compose` gives these warnings, unless silenced
             for message in unclear_heads(self.recipe, self.param_sets.rows(), names_only=True):
                 warn_user(message)

@@ -24,7 +24,7 @@ from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError
 from eigengraft.optimizers import load_recipe
 from eigengraft.preconditioners import chain_slots
-from eigengraft.slots import StateKey
+from eigengraft.slots import StateKey, dotted
 
 from ..reports.records import group_by
 from ..training.experiment import load_experiment
@@ -326,7 +326,7 @@ def _statistics(group: Mapping[str, Any]) -> set[str]:
     found = set()
     for path, rule in load_recipe(declared).rules().items():
         for axes in range(1, 5):
-            where = f"{path}.update" if path else "update"
+            where = dotted(path, "update")
             for stage, slot, declared_slot in chain_slots(rule.update, (2,) * axes, where):
                 if declared_slot.role == "statistic":
                     found.add(f"{stage}/{slot}")

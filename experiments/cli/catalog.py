@@ -30,7 +30,7 @@ RECIPES, BY_GOAL, SIGNALS, EVERY_FAMILY = "recipes", "goals", "signals", "family
 families themselves."""
 _HEADINGS = {EVERY_FAMILY: FAMILIES, "stage": STAGES, RECIPES: RECIPE_GROUPS}
 """The groups of lists that are printed in groups, by the argument that names the list."""
-_OF_OTHER_SHAPES = """\
+_OF_OTHER_MODELS = """\
 Bytes of GPT-2 small are not those of other models: most recipes for matrices have Adam for its
 embedding, and `adafactor` has 2.67 bytes for kernels of 3 x 3, as in torch. `eigengraft plan MODEL
 --recipe RECIPE` gives the bytes of a task or a file of shapes, and
@@ -43,7 +43,7 @@ the least time, on every task. Times of steps are counted and are lower bounds. 
 several backwards per step, such as `isomuon`, are left out. Without a special goal, start with
 `soap_fitted`. `eigengraft list recipes` lists all recipes, `eigengraft show RECIPE` prints one.
 """
-    + _OF_OTHER_SHAPES,
+    + _OF_OTHER_MODELS,
     RECIPES: f"""\
 lr        the recipe's own learning rate; tune it first
 state     bytes per parameter of GPT-2 small in float32
@@ -54,7 +54,7 @@ profile   score of steps on five small tasks, the laptop track, 1 for the fewest
 `eigengraft list goals` says which to use for few steps, little time or little memory, and
 `eigengraft show RECIPE` prints one.
 """
-    + _OF_OTHER_SHAPES,
+    + _OF_OTHER_MODELS,
     EVERY_FAMILY: """\
 `eigengraft list FAMILY [WORDS]` lists its members, `eigengraft list WORDS` searches everything.
 `eigengraft show KIND` prints a member, `eigengraft show FAMILY` what one of your own defines.""",

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..reports.comparison import describe_comparisons, method_axis
-from ..reports.records import Records, Run
-from .plan import PlannedRun, largest_search, plan_study, plan_timing, unfinished
+from ..reports.records import Records, Run, group_by
 from .plan import cells as cells_of
+from .plan import largest_search, plan_study, plan_timing, unfinished
 from .run_cost import study_cost
 from .study import Study
 
@@ -74,9 +74,7 @@ def preview_study(study: Study, directory: Path) -> StudyPreview:
     seconds = cost.seconds
     left = [run.directory for run in unfinished(planned, directory)]
     total = sum(seconds[place] for place in [*(run.directory for run in timing), *left])
-    cells: dict[str, list[PlannedRun]] = {}
-    for run in planned:
-        cells.setdefault(Path(run.directory).parent.name, []).append(run)
+    cells = group_by(planned, lambda run: run.cell)
     of_report = tuple(Run(dict(run.labels), run.seed, directory / run.directory) for run in planned)
     records = Records(study.name, study.description, study.measured, *study.compared, of_report)
     axes = dict.fromkeys(axis for axis in (records.compare, method_axis(records)) if axis is not None)

@@ -17,6 +17,7 @@ from typing import Any
 
 from eigengraft.component import Component, components_in
 from eigengraft.errors import RecipeError, near_path
+from eigengraft.slots import dotted
 
 from ..tasks.base import absolute_path
 
@@ -171,7 +172,7 @@ def resolve_paths(value: Any, home: Path, path: str = "") -> Any:
     path: dotted path of `value` in an experiment; empty for the experiment itself.
     """
     if isinstance(value, Mapping):
-        return {key: resolve_paths(inner, home, f"{path}.{key}" if path else str(key)) for key, inner in value.items()}
+        return {key: resolve_paths(inner, home, dotted(path, str(key))) for key, inner in value.items()}
     if path == "imports" and isinstance(value, (str, list, tuple)):
         names = [value] if isinstance(value, str) else value
         return [str(home / name) if names_a_file(str(name)) else name for name in names]

@@ -146,8 +146,9 @@ class RankStep(LocalStep):
         sources: dict[str, Source] = {"gradients": self._entries}
         if exchange.needs_parameters:
             sources["parameters"] = reading(self.decaying)
-        for name, signal in known_signals().items():
-            if signal.extent == "entry" and name in step.signals:
+        known = known_signals() if step.signals else {}
+        for name in sorted(known.keys() & step.signals.keys()):  # sorted, because all ranks send in the same order
+            if known[name].extent == "entry":
                 sources[name] = reading(step.signals[name])
         self.comm_step = CommStep(exchange.comm_plan, sources, self._receive, begun)
 
