@@ -31,7 +31,7 @@ from eigengraft.errors import RecipeError, counted, name_some, near_path
 from eigengraft.optimizers.inspect.table import USUAL
 from eigengraft.optimizers.recipe.routing import describe_model
 
-from .files import read_object
+from .files import files_named, read_object
 from .reports.records import METRICS, TRAINING_LOSS, Metric, Run, error_line, group_by, read_records
 from .run_log import ends_lost, is_lost, rows_with
 from .tasks import Dataset, Task
@@ -354,7 +354,7 @@ class Record:
             hint = near_path(directory) or "; give the directory of a run"
             raise RecipeError(f"{directory}: {kind}{hint}")
         if not run.config:
-            runs = sorted(str(path.parent) for path in directory.glob("**/config.json"))[:3]
+            runs = sorted(str(path.parent) for path in files_named("config.json", directory))[:3]
             hint = f"; choose one of its runs, such as {', '.join(runs)}" if runs else "; give the directory of a run"
             raise RecipeError(f"{directory}: has no config.json, which every run has{hint}")
         fault = read_object(directory / "fault.json")

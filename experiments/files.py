@@ -53,6 +53,16 @@ def make_directory(path: Path) -> None:
         ) from None
 
 
+def files_named(name: str, directory: Path) -> Iterator[Path]:
+    """Yield all files of a name in a directory and its subdirectories, in no order.
+
+    Subdirectories may be removed meanwhile, as checkpoints are by a worker that trains. `Path.rglob` fails then.
+    """
+    for folder, _, files in os.walk(directory):
+        if name in files:
+            yield Path(folder, name)
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Raise any failure to write inside the block as an OSError in one sentence that names `path`."""

@@ -21,7 +21,7 @@ import torch
 from eigengraft.component import validated
 from eigengraft.errors import RecipeError, counted, first_lines, name_some
 
-from ..files import make_directory, short_name
+from ..files import files_named, make_directory, short_name
 from ..provenance import provenance_changes
 from ..reports.records import MANIFEST, METRICS, Metric, Run, TunedCell, cell_name
 from ..tasks import Fingerprint, Task
@@ -238,7 +238,7 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
     affected: dict[Path, None] = {}
     folders = [(kind / cell, experiment) for cell, experiment in experiments.items() for kind in PHASES]
     for folder, experiment in folders:
-        for path in (directory / folder).rglob("env.json"):
+        for path in files_named("env.json", directory / folder):
             run = RunDirectory(path.parent)
             if not run.begun:
                 continue

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from ruamel.yaml import YAML
 
 from eigengraft import RecipeError, load_recipe
 from eigengraft.experiments import load_experiment
-from eigengraft.experiments.files import JsonLines, read_json, replacing, short_name, write_text
+from eigengraft.experiments.files import JsonLines, files_named, read_json, replacing, short_name, write_text
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.reports.report import Report
 from eigengraft.experiments.studies.plan import plan_runs, plan_tuning
@@ -24,6 +26,23 @@ from ..refusals import refused
 FULL = Path("/dev/full")
 TINY = {"task": {"kind": "digits", "layers": 1, "width": 8, "batch_size": 8}, "recipe": "adamw", "steps": 4}
 on_linux = pytest.mark.skipif(not FULL.exists(), reason="a device that is always full is needed")
+
+
+def test_files_are_found_while_directories_are_removed(tmp_path, monkeypatch):
+    for name in ("kept", "also/kept", "checkpoint"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "env.json").touch()
+    scan = os.scandir
+
+    def removing(path):
+        if str(path).endswith("checkpoint"):
+            shutil.rmtree(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", removing)
+    found = set(files_named("env.json", tmp_path))
+    assert found == {tmp_path / "kept" / "env.json", tmp_path / "also" / "kept" / "env.json"}
+    assert not (tmp_path / "checkpoint").exists()
 
 
 @on_linux

@@ -15,6 +15,7 @@ import pytest
 import sqlalchemy
 
 from eigengraft import RecipeError
+from eigengraft.experiments.files import files_named
 from eigengraft.experiments.studies import database, rendezvous, running
 from eigengraft.experiments.studies.pool import PoolEvent
 from eigengraft.experiments.studies.rendezvous import FileLeases
@@ -285,7 +286,7 @@ def count(steps, worker, tick):
 
 
 def steps_in(directory):
-    return sum(path.read_bytes().count(b"\n") for path in directory.rglob("metrics.jsonl"))
+    return sum(path.read_bytes().count(b"\n") for path in files_named("metrics.jsonl", directory))
 
 
 def searching_study():
