@@ -346,9 +346,9 @@ class CapturedStacks:
         return self.reason
 
     def _scales(self, rates: Rates) -> dict[tuple[str, int], StepRates]:
-        """Return the rates of a step by (path of an update rule, index of the first param group with equal rates).
+        """Return learning rates and weight decay of a step, once for all param groups that have equal ones.
 
-        The index is that of `Rates.alike`.
+        The key is (path of the update in the recipe, index of the first of the groups with equal rates).
         """
         known, alike = self._pairs, rates.alike.tobytes()
         if known is None or known[0] != alike:
@@ -380,7 +380,11 @@ class CapturedStacks:
         return int(counts[own.stack.param_ids[0]]) - int(own.lagging)
 
     def _fill(self, step: Step, counts: NDArray[np.int64]) -> None:
-        """Copy the numbers and the mask of a step to the tensors that graphs read."""
+        """Copy all numbers of a step (rates, step counts, inputs of programs) and its mask to the tensors that graphs
+        read.
+
+        counts: `[P]`, step count of each parameter.
+        """
         values: list[float] = []
         for scale in self._scales(step.rates).values():
             values += map(float, WriteNumbers.of(scale))
@@ -395,10 +399,12 @@ class CapturedStacks:
             self._mask = step.mask.clone() if self._mask is None else self._mask.copy_(step.mask)
 
     def _body(self, step: Step, moved: NDArray[np.bool_]) -> Body:
-        """Return the function that a graph captures. It runs a step with the numbers and mask that `_fill` stored."""
+        """Return the function that a graph captures: a step that reads its rates, step counts and mask from the tensors
+        that `_fill` overwrites before each replay.
+        """
         scales, mask = self._scales(step.rates), None if step.mask is None else self._mask
         dtypes = {own.stack.dtype for own in self.stacks} | ({torch.float32} if self.fused else set())
-        # on a CPU, rates as wide as Python's numbers, which kernels round as they round those
+        # float64 on a CPU, because kernels there round a Python number and a float64 tensor to the same value
         widest = torch.float64 if torch.float64 in dtypes or self.device.type == "cpu" else torch.float32
 
         def body() -> None:
@@ -560,9 +566,10 @@ class Graphs:
         return rest
 
     def _leave(self, piece: CapturedStacks, reason: str, unplanned: bool) -> None:
-        """Count a step of stacks without their graph, and warn once for each reason that needs attention.
+        """Count a step in which stacks ran without their captured graph, and warn once of each important reason.
 
-        unplanned: True if a graph was dropped or cannot be made.
+        unplanned: True if the graph was dropped or cannot be captured. False for steps that never have a graph, such as
+            those with a refresh.
         """
         self.left[reason] += 1
         piece.without[reason] += 1

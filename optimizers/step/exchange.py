@@ -39,10 +39,10 @@ a number for each entry."""
 
 
 class StepNumbers:
-    """The numbers of a step that follow from step counts. This class computes them on the host.
+    """Numbers that depend only on how many steps were made, such as bias corrections. The host computes them.
 
-    captured: True if a graph captures the step, so that traced programs must compute it, and their numbers must be
-        tensors that are filled before each replay.
+    captured: True for the subclass that is used while a CUDA graph captures the step. Its numbers are tensors, which
+        are filled before each replay, and chains of stages run as traced programs.
     """
 
     captured: ClassVar[bool] = False
@@ -98,9 +98,10 @@ class Step:
 
 
 def decay_source(recipe: Recipe, path: str) -> GatherSource | None:
-    """Return the source from which a step gathers the tensors that decay, if it adds weight decay to directions.
+    """Return the name of the tensors W whose weight decay alpha W a step adds to directions, as `gather` takes it.
 
-    Return None otherwise: the write of the update into the parameters then applies the decay.
+    Return None if the step adds no decay to directions. The decay is then applied when updates are written into the
+    parameters.
 
     path: path of the update in the recipe.
     """
@@ -135,9 +136,9 @@ class LocalExchange:
         return LocalSurvey(given, self.small, self.large)
 
     def begin(self, step: Step, stacks: Sequence[StackState], moved: NDArray[np.bool_], write: Write) -> LocalStep:
-        """Begin the exchange of one step.
+        """Begin one step. Return the object that copies its gradients into stacks and its directions to parameters.
 
-        stacks: stacks that are updated before `LocalStep.finish`.
+        stacks: all stacks that are updated before `LocalStep.finish` is called.
         moved: `[P]`, True for parameters that the step changes. It is False for a parameter whose first gradient only
             initializes statistics.
         write: function that writes complete updates into parameters.
@@ -154,7 +155,9 @@ class LocalExchange:
 
 
 class LocalStep:
-    """The exchange of one step. The step calls `gather` and `deliver` for every stack in order, then `finish`.
+    """Copies gradients of one step into stacks, and directions back to parameters. All parameters are in this process.
+
+    A step calls `gather` and `deliver` for one stack after another, then `finish`.
 
     step: inputs of the step.
     iterates: state of the averaging and of constraints, with the parameters.
@@ -171,7 +174,10 @@ class LocalStep:
         return self.iterates.decaying()
 
     def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
-        """Return blocks `[n, *block]` of a source. Gradients include the weight decay that the recipe adds to them."""
+        """Return active blocks as one tensor `[n, *block]`: blocks of gradients, parameters or a signal (`source`).
+
+        Gradients include the weight decay, if the recipe adds it to gradients.
+        """
         stack, path, rates = blocks.stack, blocks.stack_state.path, self.step.rates
         if source in self.step.signals:
             return stack.gather(self.step.signals[source])
@@ -231,7 +237,7 @@ class LocalStep:
         self.write(EntryUpdates.of_parameters(self.iterates.parameters, positions, values))
 
     def finish(self) -> None:
-        """End the step after all blocks have been delivered."""
+        """End the step after `deliver` was called for all blocks. Every update has been written by then."""
         assert not self._assembly.begun
 
 

@@ -56,14 +56,17 @@ class Traced(Execution):
             return step.direction()
         assert self.program is not None
         inputs = _block_inputs(self.program, step, numbers)
-        assert inputs is not None  # a graph captures only such steps (`CapturedStacks.unfit`)
+        assert inputs is not None  # no graph captures a step that a program cannot compute (`CapturedStacks.unfit`)
         (found,) = self.program.eager(inputs)
         return found
 
 
 @dataclass(frozen=True)
 class Compiled(Traced):
-    """The program of the whole stack is compiled, and computes the directions in each step that it suits."""
+    """Runs the steps of a stack by one compiled program, which computes the directions of all its blocks.
+
+    Steps that the program cannot compute, such as those with a refresh, run the stages.
+    """
 
     compiled = True
 
@@ -80,7 +83,9 @@ class Compiled(Traced):
 
 @dataclass(frozen=True)
 class Chunks(Execution):
-    """The stages run in chunks of each parameter, and each chunk is written at once."""
+    """Runs the steps of a stack in chunks of its parameters. The update of each chunk is computed and written at once,
+    so that it stays in the cache of the CPU.
+    """
 
     by_parameter = True
 
@@ -90,7 +95,10 @@ class Chunks(Execution):
 
 @dataclass(frozen=True)
 class Entries(Traced):
-    """Compiled programs compute and write entries of parameters. `entries` has the program of each parameter dtype."""
+    """Runs the steps of an entry-wise update by compiled programs that also write the parameters.
+
+    entries: the program for each dtype of parameters.
+    """
 
     entries: Mapping[torch.dtype, Program] = field(kw_only=True)
     compiled = True
@@ -110,7 +118,10 @@ class Entries(Traced):
 
 
 def _in_memory(blocks: ActiveBlocks, step: InPlaceStep) -> bool:
-    """Return True if active blocks are contiguous in memory, and nothing watches their stages."""
+    """Return True if blocks can be updated where their parameters are stored, without a copy in a stack.
+
+    Parameters and gradients must be contiguous. No inspection may observe the stages (`StackState.watched`).
+    """
     tensors = (x[at] for at in blocks.stack.positions for x in (step.held, step.step.gradients))
     return not blocks.stack_state.watched and all(x.is_contiguous() for x in tensors)
 
@@ -271,7 +282,7 @@ def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> Progr
 
 
 def _block_source(own: StackState, recipe: Recipe) -> ProgramSource:
-    """Return the source of a program that returns the directions of all blocks of a stack."""
+    """Return the declaration from which a program is traced that computes the directions of all blocks of a stack."""
     known, stack = known_signals(), own.stack
     signals = {
         name: (_SHAPES_OF_SIGNALS[known[name].extent](own), stack.dtype) for name in _signals_of_program(own)
@@ -384,7 +395,7 @@ def _run_entries(blocks: ActiveBlocks, step: InPlaceStep, programs: Mapping[torc
     alike = blocks.places is None and len({*steps}) == len({x.dtype for x in parameters}) == len({*writes}) == 1
     if programs[parameters[0].dtype].source.masked:
         mask = _all_usable(len(positions), own.stack.device) if mask is None else mask[blocks.param_index]
-    of_writes = dict[tuple[torch.dtype, WriteNumbers], dict[str, Tensor]]()  # for all blocks with the same numbers
+    of_writes = dict[tuple[torch.dtype, WriteNumbers], dict[str, Tensor]]()  # shared by blocks with equal rates
 
     def numbers(dtype: torch.dtype, write: WriteNumbers, at: int) -> dict[str, Tensor]:
         """Return by name the inputs of a compiled program that are single numbers.

@@ -81,11 +81,11 @@ def declared_moments(rule: Recipe | Route, block: tuple[int, ...]) -> tuple[Firs
 
 
 def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> FusedAdam:
-    """Return the constants of a stack's Adam chain, from which calls of a fused kernel are made.
+    """Return the arguments of torch's fused Adam kernel that stay the same in all steps: betas, eps, names of slots.
 
-    The caller has checked that a fused kernel can compute the chain (`not_fused`).
+    The caller has checked that the kernel can compute the chain of this stack (`not_fused`).
 
-    first, second: the two moments that the stages of the chain declare.
+    first, second: the moments that the two stages of the chain declare in `Traits.moment`.
     """
     names = moment_slots(own.rule, own.path, first, second)
     small = math.prod(own.stack.block) < JOINED_IN_KERNEL and len(own.stack.param_ids) > 1
@@ -239,7 +239,7 @@ class _Call:
             self._count(own[2])
 
     def add_stack(self, parameters: Sequence[Tensor], joined: _Entries) -> None:
-        """Add the small parameters of a whole stack.
+        """Add all parameters of a stack of small blocks to the call, in joined copies `[N, *block]`.
 
         joined: copies of all parameters and of all gradients of the stack, and its moments m and v, `[N, *block]` each.
         """
@@ -451,11 +451,12 @@ Way = Literal["fused", "in chunks", "compiled"]
 
 @dataclass(frozen=True)
 class Execution:
-    """The way in which the steps of a stack run. In this class, the stages compute directions on the whole stack.
+    """Decides how the steps of a stack (equal blocks of many parameters, as one tensor `[N, *block]`) are computed.
 
-    Subclasses run some steps in another way, and all other steps as this class does.
+    In this class, stages compute the directions of all blocks together. Subclasses compute most steps in a faster way,
+    and all other steps as this class does.
 
-    why_not: by way, the reason why the steps of the stack do not run in this way.
+    why_not: the reason why each of the other ways cannot be used, by name of the way.
     """
 
     why_not: Mapping[Way, str] = field(default_factory=dict)
@@ -466,7 +467,7 @@ class Execution:
 
     @property
     def programs(self) -> Sequence[Program]:
-        """The traced programs that may run in a captured step. Empty: no graph may capture programs of the stack."""
+        """The programs that a CUDA graph of this stack may contain. Empty if the stack has no traced program."""
         return ()
 
     def update(self, blocks: ActiveBlocks, step: InPlaceStep) -> bool:
@@ -477,16 +478,20 @@ class Execution:
         return False
 
     def direction(self, step: StackStep, numbers: StepNumbers) -> Tensor:
-        """Return the directions of a stack. In a step that a graph captures, a traced program computes them.
+        """Return the directions of all active blocks of a stack, `[n, *block]`.
 
-        numbers: numbers of the step that follow from step counts.
+        numbers: numbers that depend on the step count, such as bias corrections. If `numbers.captured`, a CUDA graph
+            captures the step, and a traced program computes the directions.
         """
         return step.direction()
 
 
 @dataclass(frozen=True)
 class Fused(Execution):
-    """A fused kernel updates the parameters and their state. `adam` is the chain of the stack."""
+    """Runs the steps of a stack by torch's fused Adam kernel, which updates parameters and state in one pass.
+
+    adam: arguments of the kernel.
+    """
 
     adam: FusedAdam = field(kw_only=True)
     by_parameter = True

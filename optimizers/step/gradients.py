@@ -107,7 +107,7 @@ class GivenGradients:
     gradients: by position, the entries of each gradient that this rank holds. The rank may update only a part of them.
         None: the parameter has no gradient.
     present: `[P]` on the host, True for parameters that have a gradient on this rank.
-    linear: `[P]`, True for parameters whose updates square no gradient.
+    linear: `[P]`, True for parameters whose update never squares the gradient, so that the square may overflow.
     rates: learning rate and weight decay of each parameter.
     steps: largest step count of all parameters before this step.
     allowed: 0-d on a device, True if the scaler of the loss found no inf and no nan. None: the step is allowed.
@@ -154,11 +154,12 @@ class LocalSurvey:
         return any(not has_values(gradient) or bool(gradient.any()) for gradient in found)
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
-        """Return `[n]` booleans on the device, True for each of n present gradients that can be used.
+        """Return `[n]` booleans on the device, one for each parameter at `positions` that has a gradient.
 
+        It is True for gradients that can be used: they are finite, and their squares too if the update squares them.
         Return None if all of them can be used.
 
-        finite: True if gradients must be finite. For updates that square gradients, the squares must be finite too.
+        finite: False if the recipe allows inf and nan. The gradients are then not checked, and the result is None.
         """
         if not (positions and finite) or squares_are_finite(self._joined(positions)):
             return None
@@ -166,7 +167,9 @@ class LocalSurvey:
         return finite_gradients(found, self.given.linear[positions].tolist())
 
     def _joined(self, positions: Sequence[int]) -> list[Tensor]:
-        """Return the gradients at these positions. The gradients of a small stack are gathered into one tensor."""
+        """Return the gradients at these positions, for the check. Gradients of small parameters of equal shape are
+        copied into one tensor, which the step uses too.
+        """
         gradients: Sequence[Any] = self.given.gradients
         small, alone = self.small, self.large
         if len(positions) < len(gradients):
@@ -272,7 +275,7 @@ class FiniteCheck:
             active, because torch.distributed.checkpoint makes such a step only to have state allocated.
         mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
 
-        answers: values of `check.answers`; empty if there are none.
+        answers: the booleans of `check.answers`, which the host has read. Empty if there are none.
 
         Raises FloatingPointError for an unusable gradient if the recipe requests an error.
         """
@@ -313,7 +316,7 @@ class FiniteCheck:
             self.skipped.update(self.names[position] for position in bad)
             self._faults += [(position, None if gradients is None or more else gradients[position]) for position in bad]
         self._checked += checked
-        if more or not self._checked:  # a step without gradients neither continues nor ends a row of STALLED steps
+        if more or not self._checked:  # a step without gradients does not count
             return
         self._stalled = self._stalled + 1 if len(self._faults) == self._checked else 0
         faults, self._faults, self._checked = self._faults, [], 0
@@ -389,12 +392,13 @@ class FiniteCheck:
 
 
 class _Deferred(NamedTuple):
-    """Answers of a step that the host reads in the next step.
+    """The result of a check of gradients on a device, which the host reads only in the next step, so that it need not
+    wait.
 
-    updated: positions of the parameters that the step updates, if the answers allow it.
+    updated: positions of the parameters that the step updates unless the result forbids it.
     checked: positions of the parameters whose gradients were checked.
-    answers: True for each of the checked gradients that is usable; then, if the scaler of the loss or a spike may stop
-        the step, True if the step is allowed.
+    answers: booleans: for each checked gradient, True if it is usable. One more follows if a scaler of the loss or a
+        spike may stop the step: True if it did not.
     """
 
     updated: list[int]
@@ -440,9 +444,10 @@ def _values(answers: Tensor) -> list[bool]:
 
 
 def _unusable(positions: Sequence[int], answers: Sequence[bool]) -> list[int] | None:
-    """Return the positions of the gradients that are not usable. Return None if the step is not allowed.
+    """Return the positions of the gradients that are not usable. Return None if a GradScaler or a spike stops the step.
 
-    positions, answers: as `checked` and `answers` of `_Deferred`.
+    positions: positions of the parameters whose gradients were checked.
+    answers: True for each usable gradient. One more boolean may follow: False if the step is stopped.
     """
     bad = [position for position, good in zip(positions, answers, strict=False) if not good]
     return bad if all(answers[len(positions) :]) else None

@@ -154,7 +154,7 @@ class CopiedState:
         self._arrived[buffer] = self._begin(copy)
 
     def enter(self, group: Group, buffer: int) -> None:
-        """Make the stacks use the state in the buffer, after its copy is complete."""
+        """Let the stacks of a group use their state in a buffer of the device, after the copy to it is complete."""
         self._streams.wait(self._arrived[buffer]())
         for piece in self._pieces_of(group, buffer):
             piece.show(on_device=True)
@@ -175,7 +175,9 @@ class CopiedState:
         self._stored.append(self._begin(copy))
 
     def lends(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is in a buffer, which another group will use later."""
+        """Return True if a tensor is stored in one of the two buffers, so that its content is lost when the buffer is
+        filled with the state of other stacks.
+        """
         starts = [buffer.data_ptr() for buffer in self._buffers]
         return any(start <= tensor.data_ptr() < start + self._buffers[0].numel() for start in starts)
 
@@ -216,7 +218,10 @@ class CopiedState:
         return self._pinned[: piece.memory.numel()]
 
     def _pieces_of(self, group: Group, buffer: int) -> list[_Piece]:
-        """Return the host buffers of a group, each with the part of a buffer of the device to which it is copied."""
+        """Return the pieces of host memory with the state of a group of stacks.
+
+        Each has the part of a buffer of the device to which it is copied. The parts follow one another in the buffer.
+        """
         key = buffer, *(own.number for own in group)
         if key not in self._pieces:
             self._pieces[key], start = [], 0

@@ -152,11 +152,13 @@ def add_decay(
 ) -> Tensor:
     """Return directions plus the weight decay of parameters, `[n, *block]`.
 
+    A stage that multiplies directions by a step size of its own, as Prodigy does, multiplies the decay by it too.
+
     found: directions `[n, *block]`.
     parameters: tensors `[n, *block]` that decay.
-    state: state of the chain.
-    sizes: keys of slots `[n]` that hold step sizes. The decay of each block is multiplied by its step sizes.
-    scale: function of (parameters, directions) that adds the decay at the rates of each block.
+    state: state of the stages.
+    sizes: names of the slots `[n]` in which stages store a step size for each block.
+    scale: function of (parameters, directions) that returns directions + alpha * parameters.
     """
     for key in sizes:
         size = state.scope(str(key.stage).removeprefix(f"{state.path}."))[key.slot]
@@ -189,7 +191,10 @@ class StackStep:
     decaying: Tensor | None = None
 
     def state(self, chain: ChainName) -> State:
-        """Return the state that a chain reads and writes in one call."""
+        """Return the slots of the stages of a chain, for the active blocks. The stages read and write them.
+
+        chain: "update", or "after_decay" for the stages that run after weight decay was added.
+        """
         return self.blocks.stack_state.state(chain, self.blocks.rows, self.mask, self.context)
 
     def prime(self) -> None:
@@ -246,8 +251,8 @@ def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:
 def run_together(steps: Sequence[StackStep], act: Callable[[StackStep], _T]) -> list[_T]:
     """Call `act` with the step of each stack, and return the results.
 
-    Stacks whose stages sum over the same parameter run in turns. Each stack stops where it needs a sum, and goes on
-    when all stacks have computed their terms of the sum.
+    Blocks of one parameter may be in several stacks. If a stage needs a sum over the whole parameter, such as its norm,
+    each of these stacks stops there, and goes on when all of them have computed their terms of the sum.
     """
     if not steps[0].blocks.stack_state.spans:
         return [act(step) for step in steps]

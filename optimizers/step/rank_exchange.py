@@ -123,11 +123,13 @@ class RankExchange(LocalExchange):
 
 
 class RankStep(LocalStep):
-    """The exchange of one step between ranks. All ranks call the same methods in the same order.
+    """Sends blocks of gradients of one step to the ranks that own the blocks, and their directions back.
 
-    exchange: the exchange of the parameter set.
+    All ranks call the same methods in the same order.
+
+    exchange: communication of these parameters in all steps.
     moved: `[P]`, True for parameters that the step changes.
-    comm_step: messages of the step.
+    comm_step: messages of this step.
     """
 
     def __init__(

@@ -187,7 +187,8 @@ class SpikeCheck:
         return torch.where(absent == 0, value, torch.nan)
 
     def _changed(self, param_set: ParamSet, step: Step, spike: Tensor, factor: float | Tensor) -> Step:
-        """Return the step of a parameter set after the rule was applied: skipped, scaled, or with clipped gradients.
+        """Return the step of a parameter set, changed as the recipe says in `failure.spike.then`: skipped, with a
+        scaled update, or with clipped gradients.
 
         spike: True if the step is a spike; on a device a 0-d tensor that the host does not read.
         factor: factor of the update or of the gradients; 1 if the step is no spike.

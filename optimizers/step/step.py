@@ -189,8 +189,8 @@ class ParamSet:
     def views(self, mode: Mode | None = None) -> list[dict[str, Tensor]]:
         """Return the state of each parameter, as a dictionary.
 
-        Its keys are `step`, the names of the iterates, and "<block>/<stage path>/<slot>" for views of rows of the
-        stacks.
+        Its keys are `step`, the names of the iterates, and "<block>/<stage path>/<slot>" for the slots of stages. A
+        slot is one tensor for equal blocks of many parameters, so its value here is a view of the row of one block.
 
         mode: the iterate that the parameters are assumed to hold, because keys and shapes depend on it. None: the
             iterate that they hold now.
@@ -263,10 +263,12 @@ class ParamSet:
         return self.finite_check.begin(given)
 
     def inputs(self, check: GradientCheck, answers: Sequence[bool]) -> Step | None:
-        """Return the inputs of a step, or None if there is nothing to update. Only counts of unusable gradients change.
+        """Return the step that updates the parameters with usable gradients, or None if there are none.
 
-        check: check of the gradients of the step.
-        answers: result of the check, as `read_answers` returns it for the host.
+        Nothing changes but the counts of unusable gradients.
+
+        check: check of the gradients, from `check_gradients`.
+        answers: True for each usable gradient, as `read_answers` returns it; [] if the host need not read the result.
 
         Raises the errors of `FiniteCheck.finish`.
         """
@@ -344,10 +346,11 @@ class ParamSet:
                 self._advance(together, exchange, priming)
 
     def _advance(self, together: Sequence[ActiveBlocks], exchange: LocalStep, priming: bool) -> None:
-        """Compute and deliver the directions of blocks whose stages sum over the same parameters.
+        """Compute the directions of one stack, or of several stacks that share parameters, and pass them to parameters.
 
-        together: active blocks of each stack.
-        exchange: exchange of the step.
+        together: active blocks of each stack. There are several if stages need sums over parameters that have blocks in
+            all of these stacks.
+        exchange: copies gradients into stacks and directions to parameters, or sends them between ranks.
         priming: True if the gradient only initializes statistics, and no parameter changes.
         """
         steps = [self._stack_step(blocks, exchange) for blocks in together]

@@ -53,9 +53,9 @@ of the time of a small model's step (measured)."""
 
 @dataclass(frozen=True)
 class ScheduledNumbers:
-    """The scheduled numbers of the stages of an update. Programs of the update read these numbers as inputs.
+    """The fields of an update's stages that have a schedule in place of a number. Traced programs read them as inputs.
 
-    of_numbers: the schedule of each number, in the order of `_with_numbers`.
+    of_numbers: the schedules, in the order of the stages and of their fields.
     total_steps: number of steps of the run.
     """
 
@@ -71,7 +71,7 @@ class ScheduledNumbers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the numbers as inputs of a program."""
+        """Names of the inputs of a traced program from which it reads these numbers."""
         return tuple(f"scheduled.{at}" for at in range(len(self.of_numbers)))
 
     def at(self, step: int) -> list[float]:
@@ -285,9 +285,10 @@ def _scheduled(source: ProgramSource, given: Mapping[str, Tensor]) -> Iterator[U
 
 
 def _key(x: Any) -> Hashable:
-    """Return a key of a source of programs, or of a part of it. Sources with equal keys share one compiled program.
+    """Return a hashable key for the declaration of a program (`ProgramSource`), or for the value of one of its fields.
 
-    The key has the values of all fields. Of an update rule, it has the two chains of stages.
+    Declarations with equal keys share one compiled program. The key has the values of all fields. An update rule is
+    represented by its two chains of stages alone.
     """
     if isinstance(x, UpdateRule):
         return _key((x.update, x.after_decay))
@@ -314,14 +315,14 @@ def _sample(kind: TensorKind, device: torch.device, value: float = 0.0) -> Tenso
 def tracing_context(
     ask: Ask, questions: list[Question], signals: Mapping[str, Tensor] | None = None, steps: Tensor | None = None
 ) -> StepContext:
-    """Return the context of a step with which stages are traced. It has no refreshes.
+    """Return the context that stages receive while they are traced. In this step no refresh is due.
 
     Stages receive numbers that depend on the step only as tensors, by the method `context.per_block`. If a stage reads
     a step count or a phase from the context itself, AttributeError is raised: otherwise this number of one step would
     become a constant of the program.
 
     ask: function that `context.per_block` calls for each number that a stage requests. It returns the tensor.
-    questions: list to which each condition on the step that a stage checks (`context.holds`) is appended.
+    questions: list to which the call of `context.holds` appends the condition on the step that a stage checks.
     signals: signals by name; None: there are none.
     steps: step of each block, int64 `[N]`; None: the context has no steps.
     """
@@ -416,7 +417,10 @@ class Program:
         return compiled
 
     def samples(self) -> list[Tensor]:
-        """Return sample tensors for all inputs of the program. The numbers that stages request are 1."""
+        """Return tensors of the right shapes and dtypes for all inputs, with which the program is traced.
+
+        Numbers that depend on the step, such as bias corrections, are 1; all other inputs are 0.
+        """
         own, device = self.source.inputs, self.source.device
         return [_sample(kind, device, float(name not in own)) for name, kind in self.inputs.items()]
 
@@ -433,7 +437,10 @@ class Program:
         return {**self._scheduled.row(run_step), **self._asked.row(step)}
 
     def host_numbers(self, step: int, run_step: int) -> list[float]:
-        """Return the same numbers as the method `numbers`, as floats on the host, in the order of `numbered`."""
+        """Return the inputs that depend on the step, as the method `numbers` does, but as floats on the host.
+
+        They are in the order of `numbered`, the names of these inputs.
+        """
         return [*self.source.schedules.at(run_step), *map(float, self._on_host.row(step).values())]
 
     def eager(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -451,11 +458,10 @@ class Program:
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def write_numbers(self, write: WriteNumbers) -> dict[str, Tensor]:
-        """Return the numbers with which an update is written into parameters, by name.
+        """Return learning rate, weight decay and factor of an update as 0-d tensors on the device, by name.
 
-        The result has tensors on the device, in the dtype of the program.
-
-        A cache keeps the tensors of recent floats. The values of numbers that are tensors may change.
+        The tensors have the dtype of the program. Those of recent floats are cached, so that a constant rate is
+        uploaded once. A rate that is a tensor is only cast, because its value may change.
         """
         if not any(isinstance(x, Tensor) for x in write):
             return dict(zip(write._fields, self._uploaded(write), strict=True))
@@ -523,7 +529,10 @@ def program_of(source: ProgramSource) -> Program:
 
 @contextmanager
 def _logged(source: ProgramSource) -> Iterator[None]:
-    """Write one line to the log of `eigengraft`, at level INFO, if the compilation of a program takes long."""
+    """Write a line to the log of `eigengraft`, at level INFO, if the block under `with` takes longer than a second.
+
+    The block compiles a program. The line is written while it still runs, and names the program.
+    """
     path = dotted(source.path, "compile")
     line = f"{path}: compiling program {len(_PROGRAMS) + 1}, of {source}; later processes load it from a cache on disk"
     timer = Timer(_PROGRESS_AFTER, _LOG.info, [line])
