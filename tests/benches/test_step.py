@@ -47,6 +47,7 @@ def test_refreshes_are_what_places_of_an_interval_take_more() -> None:
     assert found == {"steady": 1.0, "refresh": 8.0, "median": 1.0, "largest": 9.0}
 
 
+@pytest.mark.slow
 def test_the_loop_makes_the_steps_of_the_recipe() -> None:
     """25 steps with refreshes at 2, 5, 10, ...: a stack of three, a tensor of three axes, a long axis, a vector."""
     shapes = [(12, 8), (12, 8), (6, 3, 4), (12, 8), (40, 5), (7,)]
@@ -95,6 +96,7 @@ def test_state_is_counted_by_storages() -> None:
     assert held_bytes(optimizer) == 2 * 4 * 64 + 4
 
 
+@pytest.mark.slow
 def test_rows_of_a_recipe_a_peer_and_a_library_that_is_missing() -> None:
     peer = {"peer": "torch.optim:AdamW", "maths": "adam", "options": {"fused": True}}
     candidates = [{"recipe": "adamw", "maths": "adam"}, peer, {"peer": "no_such_library:Adam", "maths": "adam"}]

@@ -355,6 +355,7 @@ def test_the_example_of_a_docstring_runs(member: type[Component]) -> None:
     assert validated(families()[str(member.family_name)], parse_yaml(in_yaml)) == found
 
 
+@pytest.mark.slow
 def test_the_examples_of_components_without_a_family_run() -> None:
     """`help` shows none if a required field has none."""
     import eigengraft.experiments.benches  # noqa: F401  with the components that it uses

@@ -92,6 +92,7 @@ def test_one_measure_is_within_the_bound_of_longest_first(values: list[float], r
     assert which != 3 or loads.critical_path <= bound
 
 
+@pytest.mark.slow
 @given(items=lists, ranks=worlds)
 def test_no_rank_works_much_more_than_the_mean(items: list[Item], ranks: int) -> None:
     loads = Loads(ranks, INTERVAL)

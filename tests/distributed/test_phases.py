@@ -162,6 +162,7 @@ class Net(torch.nn.Module):
         self.last = torch.nn.Linear(6, 9, bias=False)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_some_layers_does_what_one_of_the_full_model_does() -> None:
     recipe = load_recipe(RECIPE, {"update.eigenbasis.refresh.steps": 4})
     torch.manual_seed(0)

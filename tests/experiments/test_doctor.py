@@ -310,6 +310,7 @@ def advised(diagnosis: Diagnosis) -> float:
     return float(rate[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["adamw", "soap_fitted", "muon", "shampoo", "sgd"])
 @pytest.mark.parametrize("lr", [1e-9, 1e-5, 30.0, 3e3])
 def test_a_learning_rate_that_is_advised_is_healthy(recipe: str, lr: float, tmp_path: Path) -> None:
@@ -489,6 +490,7 @@ def test_a_validation_loss_that_rose_while_the_training_loss_fell_is_overfitting
     assert all(text in one.text and "fell from 2 to 3e-07" in one.text for one in found)
 
 
+@pytest.mark.slow
 def test_a_validation_loss_that_was_below_a_guess_before_it_rose_is_overfitting(tmp_path: Path) -> None:
     train(patient("noise", steps=200), tmp_path)
     file = tmp_path / "metrics.jsonl"
@@ -522,6 +524,7 @@ def broken(*_: Any, **__: Any) -> Any:
     raise torch.linalg.LinAlgError("did not converge")
 
 
+@pytest.mark.slow
 def test_a_root_that_fails_is_named_with_its_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.linalg, "eigh", broken)
     ended = treated(patient(recipe={"update": ROOTS, "failure": {"roots": 1}}, lr=1e-2), tmp_path / "ended")
@@ -588,6 +591,7 @@ class Stopped(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_continued_run_has_the_diagnosis_of_an_uninterrupted_one(tmp_path: Path) -> None:
     sick = patient(recipe=EXPLODING, lr=1e-3, checkpoint_every=3)
     with pytest.raises(Stopped):
@@ -595,6 +599,7 @@ def test_a_continued_run_has_the_diagnosis_of_an_uninterrupted_one(tmp_path: Pat
     assert treated(sick, tmp_path / "parts").findings == treated(sick, tmp_path / "whole").findings
 
 
+@pytest.mark.slow
 def test_the_record_of_an_error_goes_when_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = patient(recipe={"update": ROOTS, "failure": {"roots": 0}}, lr=1e-2)
     with monkeypatch.context() as patch:
@@ -674,6 +679,7 @@ def test_a_directory_without_a_run_is_refused_with_the_runs_inside(tmp_path: Pat
     assert invoke(["doctor", str(tmp_path / "empty")]).exit_code == 2
 
 
+@pytest.mark.slow
 def test_the_command_lists_the_runs_of_a_study_in_which_something_was_found(tmp_path: Path) -> None:
     train(patient(), tmp_path / "a" / "seed-0")
     train(patient(lr=1e-12), tmp_path / "b" / "seed-0")
@@ -690,6 +696,7 @@ def test_the_command_lists_the_runs_of_a_study_in_which_something_was_found(tmp_
     assert invoke(["doctor", str(tmp_path / "a")]).exit_code == 0
 
 
+@pytest.mark.slow
 def test_train_ends_with_the_findings_that_need_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, lr in (("sick", 1e-12), ("healthy", 0.01)):
         train(patient(lr=lr), tmp_path / name)

@@ -372,6 +372,7 @@ def test_a_regression_trains_in_parts_in_mixed_precision_and_with_callbacks(tmp_
     assert (recorded["accumulate"], recorded["precision"]) == (2, "bfloat16")
 
 
+@pytest.mark.slow
 def test_further_metrics_reach_rows_results_and_tables_under_names_of_their_own(tmp_path: Path) -> None:
     """An axis called `mean_error` and the metric of this name are different columns."""
     for seed in (0, 1):

@@ -26,6 +26,7 @@ def write(directory: Path, values: list[float], **settings: object) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_runs_of_own_loops_are_compared_over_seeds(tmp_path: Path) -> None:
     for seed in (0, 1):
         write(tmp_path / "adamw" / f"seed-{seed}", [3.0, 2.0, 1.5 + seed], seed=seed, lr=1e-3, recipe="adamw")
@@ -237,6 +238,7 @@ def test_the_doctor_finds_a_nan_of_an_imported_log(tmp_path: Path) -> None:
     ] == [("loss not finite", 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_a_log_is_imported_with_its_own_names(tmp_path: Path, suffix: str) -> None:
     rows = [{"global_step": step, "train/loss": 3.0 - step, "note": "x"} for step in range(3)]

@@ -72,6 +72,7 @@ def test_averages_and_constraints_are_launched_for_stacks(changes: dict[str, Any
     assert few.waits == many.waits == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["stochastic", "compensated", "split"])
 def test_roundings_of_bfloat16_are_launched_for_stacks(rule: str) -> None:
     recipe = {"base": "lion", "constraints": {"kind": "rounding", "rule": rule}}

@@ -138,6 +138,7 @@ def test_an_option_makes_the_same_steps(recipe: str, overrides: dict[str, Any], 
     assert counts.waits <= 1 and not counts.uploads, counts.by_line("waits", "uploads")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["marginals", "exact", "permute", "none"])
 def test_a_transport_makes_the_same_steps(transport: str, device: torch.device) -> None:
     given, changes = gradients(5), (f"update.eigenbasis.transport={transport}",)
@@ -161,6 +162,7 @@ def addresses(run: Run) -> list[int]:
     return [x.data_ptr() for x in (*run.model.parameters(), *addressed(run))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detect", ["host", "device"])
 def test_what_users_do_around_steps(detect: str, device: torch.device) -> None:
     """A closure, a scheduled rate, a gradient of inf, a missing one, checked mode, `inspect` and `zero_grad`."""
@@ -279,6 +281,7 @@ PROGRAMS = defaultdict[bool, dict[Any, traced.Program]](dict)
 """Programs of the test below, which do not depend on rates: by whether the device is simulated, and by their source."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["0-d", "one element"])
 def test_a_rate_on_the_device_is_not_read(
@@ -301,6 +304,7 @@ def test_a_rate_on_the_device_is_not_read(
     assert largest_difference(*runs) <= ROUNDING
 
 
+@pytest.mark.slow
 def test_a_moved_model_takes_its_state_along(device: torch.device) -> None:
     given, one, two = gradients(4), Run("shampoo"), Run("shampoo")
     one.step(*given)
@@ -342,6 +346,7 @@ DECOMPOSED: dict[str, tuple[str, Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("recipe", DECOMPOSED)
 def test_products_of_refreshes_are_never_in_tf32(

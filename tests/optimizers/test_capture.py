@@ -130,6 +130,7 @@ def test_a_stack_with_several_rates_of_decay_after_its_stages_is_not_captured(re
     require_close(plain, captured)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["adamw", "muon"])
 def test_compiled_programs_are_captured(compiled: str, recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "generate", lambda graph, symbolic: lambda tensors: graph(*tensors))
@@ -214,6 +215,7 @@ def test_a_captured_step_updates_entries_in_place_with_the_bits_of_a_compiled_st
     assert places == [x.data_ptr() for x in captured.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", ["traced"], indirect=True)
 def test_parameters_that_are_not_contiguous_are_captured_as_stacks(recording: Recording, calls: list[int]) -> None:
     plain, captured = (Steps({**MASKED, "compile": True, "graph": graph}) for graph in (False, True))
@@ -224,6 +226,7 @@ def test_parameters_that_are_not_contiguous_are_captured_as_stacks(recording: Re
     require_close(plain, captured)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", ["traced"], indirect=True)
 def test_stacks_of_several_dtypes_are_captured_together(recording: Recording, calls: list[int]) -> None:
     runs = [Steps({**MASKED, "compile": True, "graph": graph}, torch.float32, wide=2) for graph in (False, True)]
@@ -234,6 +237,7 @@ def test_stacks_of_several_dtypes_are_captured_together(recording: Recording, ca
     assert all(torch.equal(a, b) for a, b in zip(plain.values(), captured.values(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", ["traced"], indirect=True)
 def test_a_captured_step_of_entries_launches_its_programs_alone(
     calls: list[int], monkeypatch: pytest.MonkeyPatch

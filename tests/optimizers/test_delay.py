@@ -168,6 +168,7 @@ def test_a_model_that_is_compiled_meanwhile_changes_no_branch(monkeypatch: pytes
     assert asked == {True, False}
 
 
+@pytest.mark.slow
 def test_compiled_programs_leave_out_steps_in_which_a_refresh_begins_or_takes_effect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

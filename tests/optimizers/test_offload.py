@@ -80,6 +80,7 @@ EVERY = [
 """Recipes, and where a device has their state: in one of the two places in turn where stages cannot see which."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "places"), EVERY)
 def test_bits_are_those_of_a_run_without(recipe: str, places: tuple[To, ...]) -> None:
     """In a file beside a CPU, in pinned memory or in a file beside a device, whose copies are as late as can be."""
@@ -99,6 +100,7 @@ def test_bits_are_those_of_a_run_without(recipe: str, places: tuple[To, ...]) ->
             assert sum(run.optimizer.offloaded_bytes().values()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["cpu", "disk"])
 def test_a_device_holds_two_stacks(to: To) -> None:
     """A step with pinned memory waits for nothing, and copies each stack once in each direction."""
@@ -184,6 +186,7 @@ def test_an_error_in_a_step_leaves_the_state_that_it_leaves_without(to: To) -> N
         assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", FEW)
 def test_checkpoints_do_not_depend_on_the_memory(recipe: str, tmp_path: Path) -> None:
     """A state dict of either run goes on in the other, without a warning, from a file that is mapped."""
@@ -202,6 +205,7 @@ def test_checkpoints_do_not_depend_on_the_memory(recipe: str, tmp_path: Path) ->
         require_same(wanted, resumed)
 
 
+@pytest.mark.slow
 def test_stacks_that_share_sums_are_brought_in_together() -> None:
     """Blocks of one parameter in several stacks, whose norm is that of the parameter."""
     given, changes = gradients(4), ("update.graft.per=parameter", "blocking.size=5")
@@ -235,6 +239,7 @@ def test_copies_have_files_of_their_own(copied: str) -> None:
     assert host_buffers[0] and not host_buffers[0] & host_buffers[1]
 
 
+@pytest.mark.slow
 def test_state_follows_a_model_to_a_device() -> None:
     """Composed on a CPU, where offload to its own memory has no effect, and says so."""
     given = gradients(4)

@@ -91,6 +91,7 @@ def test_a_traced_step_is_the_step_as_it_is(recipe: str, steps: list[int]) -> No
     assert reasons == ({"each of its steps has a refresh"} if recipe in REFRESHED else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "interval"), [("newton_muon", 3), ("newton_muon", 1), ("singd", 3)])
 def test_matrices_of_layers(recipe: str, interval: int, steps: list[int]) -> None:
     """A matrix that a stage has in each step is an input; steps with a matrix at an interval run without a program."""
@@ -216,6 +217,7 @@ def coded(codebook: str) -> Any:
     return {"update": ["momentum", "spectral"], "storage": storage}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -283,6 +285,7 @@ def logged() -> Iterator[list[str]]:
     log.setLevel(level)
 
 
+@pytest.mark.slow
 def test_a_long_compilation_is_one_line_of_the_log(
     steps: list[int], monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
@@ -303,6 +306,7 @@ def test_a_short_compilation_is_not_logged(steps: list[int], logged: list[str]) 
     assert not logged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sgd", "muon"])
 def test_rates_that_move_for_100_steps_compile_nothing_again(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[bool]()

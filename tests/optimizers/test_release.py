@@ -289,6 +289,7 @@ def backward(model: nn.Module, step: int, release: Any) -> None:
             release.note(parameter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detect", ["host", "device"])
 @pytest.mark.parametrize("recipe", ["adamw", "soap", "muon"])
 def test_a_device_waits_no_more_than_in_ordinary_steps(recipe: str, detect: str) -> None:

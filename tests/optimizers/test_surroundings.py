@@ -111,6 +111,7 @@ def trajectory(recipe: str, inside: Surroundings) -> list[Tensor]:
     return [*parameters, *(x for state in optimizer.state.values() for x in state.values())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", EVERY_KIND)
 def test_everything_is_the_same_in_any_surroundings(recipe: str) -> None:
     """The quick recipes in each of the surroundings, the others in those that stages could see, together."""

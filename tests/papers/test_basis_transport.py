@@ -38,6 +38,7 @@ def test_the_runs_that_were_measured_are_those_the_study_plans(rows: list[dict[s
         assert len(cells) == len(set(cells)) == len(plan_runs(study)) and set(cells) == planned
 
 
+@pytest.mark.slow
 def test_the_tables_are_those_of_the_runs(rows: list[dict[str, Any]]) -> None:
     """In the table beside the study and in README.md."""
     assert (FOLDER / "transport.md").read_text() == TRANSPORT.markdown(rows)

@@ -58,6 +58,7 @@ def test_the_best_learning_rate_of_one_width_is_that_of_all_within_a_step(method
     assert WIDTHS.drift(read(name), method, "plain")[-1] <= -1
 
 
+@pytest.mark.slow
 def test_the_best_is_the_least_mean_and_a_run_that_diverged_is_worst(tmp_path: Path) -> None:
     """Two seeds of two widths: at width 8 the best rate is 1/2, at width 16, where one seed of it diverged, 1/8."""
     table = {(8, 0.125): (3.0, 2.0), (8, 0.5): (2.0, 2.5), (16, 0.125): (1.0, 3.0), (16, 0.5): (0.5, None)}

@@ -191,6 +191,7 @@ def exact(d: int, repeats: int, seed: int) -> tuple[Tensor, Tensor]:
     return c, power(c, 0.5) @ columns
 
 
+@pytest.mark.slow
 def test_psgd_without_sampling_noise_converges_linearly() -> None:
     """One gradient, of which all columns share C exactly; the long axis is diagonal and has nothing to learn.
 
@@ -213,6 +214,7 @@ def test_psgd_without_sampling_noise_converges_linearly() -> None:
     assert all(2 <= rate <= 9 for rate in rates) and max(rates) - min(rates) < 0.5, rates
 
 
+@pytest.mark.slow
 def test_one_full_gradient_is_whitened_to_its_polar_factor() -> None:
     """Both axes full: A A^T = n I on each means that P G is sqrt(n) U V^T. Spectrum from 1 to 1/10."""
     u, v = rotation(5, 1), rotation(5, 2)

@@ -56,6 +56,7 @@ def test_the_mean_over_probes_is_the_diagonal() -> None:
     assert float((found - a.diagonal()).abs().max()) > 0
 
 
+@pytest.mark.slow
 def test_labels_that_the_model_draws_give_the_gauss_newton_diagonal() -> None:
     """count G^2 of the mean negative log-likelihood, by formula; its mean over draws is diag(J^T (P - p p^T) J) / n."""
     w, x, count, draws = nn.Parameter(normal(3, 2, seed=1)), normal(5, 2, seed=2), 5, 600

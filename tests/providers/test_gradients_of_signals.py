@@ -413,6 +413,7 @@ def hooks(net: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [SINGD, "newton_muon", "schedule_free_adamw"])
 def test_an_optimizer_that_is_gone_leaves_no_hook(recipe: Any) -> None:
     """Whether it has stepped or holds sums of a backward; one that is composed in its place has hooks of its own."""

@@ -235,6 +235,7 @@ def test_the_guard_costs_little_and_takes_every_size() -> None:
     assert 0.1 < float(torch.linalg.matrix_norm(huge, ord=2)) <= 1 + 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("square", [1.3, 0.6, 1.0])
 def test_long_bases_that_are_safe_are_not_scaled(square: float) -> None:
     """E = (s - 1) I of order 1024, s the square of all singular values: |E^2|_F^(1/2) is 5.7 |s - 1|."""
@@ -480,6 +481,7 @@ def averaged(quantizer: Quantizer, beta: float = 0.95, d: int = 64, updates: int
     return float((quantizer.decode(parts, here, torch.float64) - exact).norm() / exact.norm())
 
 
+@pytest.mark.slow
 def test_error_feedback_undoes_what_accumulates_in_a_running_mean() -> None:
     """Half, with room: without it a third of the mean or more is lost, with it about a tenth."""
     without, half, full = (averaged(Cholesky(inner=INT4, eps=1e-4, error_feedback=b)) for b in (None, 0.5, 0.0))
@@ -641,6 +643,7 @@ def test_coded_factors_train(name: str) -> None:
     assert plain < 1e-3 and coded < 0.01
 
 
+@pytest.mark.slow
 def test_the_basis_of_soap_stays_orthonormal() -> None:
     """Two steps after 4 bits in blocks of 8: |I - V^T V| is about 1e-3 a column."""
     _, optimizer, parameter = trained(declared("orthogonal"))
@@ -653,6 +656,7 @@ def test_the_basis_of_soap_stays_orthonormal() -> None:
         assert float((v.T @ v - torch.eye(d)).norm() / d**0.5) < 5e-3
 
 
+@pytest.mark.slow
 def test_a_slot_keeps_its_shape_inside() -> None:
     """The inner format is asked about the matrix that is stored, which size limits are about."""
     limited = Int4(min_elements=100)

@@ -26,6 +26,7 @@ def test_a_diverged_seed_makes_the_mean_infinite_and_the_spread_unknown():
     assert summary is not None and (summary.mean, summary.spread) == (math.inf, None)
 
 
+@pytest.mark.slow
 def test_paired_two_seeds():
     # d = -1, -3: mean -2, spread sqrt(2), t = -2; with one degree of freedom p = 1 - 2/pi atan(|t|)
     result = paired({0: 4.0, 1: 5.0, 9: 0.0}, {1: 8.0, 0: 5.0, 7: 1.0})

@@ -203,6 +203,7 @@ def test_each_table_may_be_made_by_another_worker_meanwhile(tmp_path, monkeypatc
         assert run.present() is None and len(calls) == 3
 
 
+@pytest.mark.slow
 def test_workers_may_live_in_different_time_zones(postgres, monkeypatch):
     """PostgreSQL writes a time without a zone in that of the session, which libpq takes from the environment."""
     storage = postgres.new()

@@ -111,6 +111,7 @@ def test_resume_with_a_schedule_groups_and_missing_gradients() -> None:
     assert same(snapshot(run[1]), snapshot(resumed[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen_again", [True, False])
 def test_resume_after_a_thaw(frozen_again: bool) -> None:
     def build(frozen: bool) -> tuple[list[Tensor], Optimizer]:

@@ -108,6 +108,7 @@ def test_state_of_any_wrapper_is_loaded_in_any_other(saved: dict[str, Any], here
         assert all(map(torch.equal, found, after)), f"from {there}"
 
 
+@pytest.mark.slow
 def test_optimizers_that_trainers_wrap_take_the_same_steps(saved: dict[str, Any]) -> None:
     for wrapper, (_, state, after) in saved.items():
         assert all(map(torch.equal, after, saved["plain"][2])), wrapper

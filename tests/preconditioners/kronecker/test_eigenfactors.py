@@ -187,6 +187,7 @@ def matrix_bytes(stage: dict[str, Any], side: int, storage: dict[str, Any]) -> i
     return sum(x.numel() * x.element_size() for x in kept)
 
 
+@pytest.mark.slow
 def test_memory_is_half_of_that_with_roots() -> None:
     """For 1024 x 1024, bytes per parameter: 1.133 against 2.266, which are 16 without storage."""
     d = 1024
