@@ -129,7 +129,7 @@ class Optimizer(ComposedOptimizer):
             require_partners(self.recipe, self.param_sets.infos)
         if self.recipe.expect:
             require_expected(self.reached())
-        if not isinstance(params, DescribedParameters):  # for a model, `compose` gives these warnings, unless silenced
+        if not isinstance(params, DescribedParameters):  # for a model, `compose` warns
             for message in unclear_heads(self.recipe, self.param_sets.rows(), names_only=True):
                 warn_user(message)
 
@@ -240,8 +240,8 @@ class Optimizer(ComposedOptimizer):
             try:
                 return self._step(given)
             except ArithmeticError:
-                # The step failed with the present gradients, so its signals are not used again. Any other error comes
-                # from a wrong call. The caller may correct the call, which then uses the same signals.
+                # The step failed with the present gradients, so the values given by `provide` for it are dropped. Any
+                # other error comes from a wrong call. The caller may correct the call, which then uses these values.
                 self.param_sets.signals.drop()
                 raise
 
@@ -338,7 +338,12 @@ class Optimizer(ComposedOptimizer):
         return next((name for name in ("sam", "line_search") if getattr(self.recipe, name) is not None), None)
 
     def _passes(self, closure: Callable[[], Any] | None, parameters: Iterable[Tensor]) -> Passes | None:
-        """Return the object that calls the closure in this step; None without a closure."""
+        """Return an object that calls the closure, and that restores buffers and random numbers between several calls.
+
+        Return None without a closure.
+
+        parameters: the trained parameters, whose values are restored too.
+        """
         rule = self._calls_again
         if closure is None and rule is None:
             return None

@@ -202,7 +202,7 @@ def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None
 
 @cache
 def _elsewhere() -> frozenset[str]:
-    """Return the names of all fields of recipes, and of all options of torch's optimizers except `_OF_WRAPPERS`."""
+    """Return all names that have a meaning in a recipe or in an optimizer of torch, and none in a param group here."""
     classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type)]
     options = [key for cls in classes if issubclass(cls, torch.optim.Optimizer) for key in signature(cls).parameters]
     return (frozenset(options) - _OF_WRAPPERS) | Recipe.model_fields.keys()

@@ -92,7 +92,10 @@ class PairedParameter:
         return mine if step.mask is None else torch.where(step.mask[self.position], mine, 0.0)
 
     def remember(self, partner: PairedParameter) -> None:
-        """Store the partner's present value if this parameter is updated in this step."""
+        """Store the present value of the partner (the other factor of a LoRA pair), if this step updates the parameter.
+
+        At the next update it is the signal for the value that the partner had before.
+        """
         assert self.step is not None
         if self.step.active[self.position]:
             now, kept, mask = partner.value, partner.kept, self.step.mask
@@ -102,7 +105,9 @@ class PairedParameter:
 def with_partners(
     asked: Mapping[str, Mapping[str, str]], rows: Iterable[tuple[Tensor, ParamInfo]], steps: ReadySteps
 ) -> ReadySteps:
-    """Add the partner signals to the steps, and return the steps. All ranks of the optimizer must call it.
+    """Return steps in which stages receive the value and the gradient of the other factor of a LoRA pair.
+
+    All ranks of the optimizer must call it.
 
     asked: requested signals by path of the update rule, as in `Signals.asked`.
     rows: all parameters of the optimizer with their descriptions.

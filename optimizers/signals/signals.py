@@ -50,7 +50,7 @@ class Provided:
 
     @property
     def names(self) -> set[str]:
-        """Return the names of the signals that have a value for the next step."""
+        """Return the names of the signals (inputs of stages beside gradients) that have a value for the next step."""
         return {name for name, values in self._kept.items() if values}
 
     def add(self, signal: Signal, value: Given, parameters: Iterable[Tensor]) -> None:
@@ -183,11 +183,11 @@ class SignalCall:
     needed: Sequence[int]
 
     def fields(self, positions: int, device: torch.device) -> dict[str, Field]:
-        """Return the numbers that ranks gather for this signal, by name of the field.
+        """Return the numbers that ranks gather for this signal, in one or two fields, by name of the field.
 
-        Every signal has a field that says how complete its values are on this rank (`MISSING`, `SOME` or `ALL`). If the
-        signal consists of numbers, a second field has the values, `[1]` or `[P]`. If it consists of tensors, the second
-        field has the sizes of the tensors, `[P]`. If it has a value for each entry, there is no second field.
+        The first field says how complete the values are on this rank (`MISSING`, `SOME` or `ALL`). The second one has
+        the values `[1]` or `[P]` if they are numbers, and the sizes `[P]` if they are tensors, such as Gram matrices. A
+        signal with a value for each entry of a parameter has no second field.
 
         positions: number P of parameters.
         """
@@ -267,7 +267,9 @@ def gather_signals(
 
 
 def _tensors(call: SignalCall, used: Sequence[int], sizes: Tensor | None, ranks: RankGroup | None) -> dict[int, Tensor]:
-    """Return the tensors of a signal by position, reduced over ranks. Raise ValueError on all ranks if sizes differ.
+    """Return the tensors of a signal by position of the parameter, as their sum or maximum over ranks.
+
+    The declaration of the signal says which (`Signal.reduce`). Raise ValueError on all ranks if sizes differ.
 
     used: positions of the parameters that receive the signal.
     sizes: `[R, P]`, sizes of the tensors on all ranks; None for signals with a value for each entry, which are not
@@ -431,9 +433,10 @@ class Signals:
         return [(name, path, name in needed) for name, path in left.items()]
 
     def _follow_first(self, param_sets: Iterable[ParamSet]) -> None:
-        """Remove each signal from `open_first` when the first step of an update rule that requires it is over.
+        """Remove signals from `open_first` whose first step is over: they are required in the first step alone.
 
-        It is over when one parameter with this rule has made a step. Steps before a checkpoint was saved count too.
+        It is over when one parameter whose update requires the signal has made a step. Steps before a checkpoint was
+        saved count too.
         """
         if self.open_first:
             rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
@@ -524,7 +527,12 @@ class Signals:
     def _of_all(
         self, ready: Sequence[tuple[ParamSet, Step]], taken: int | None
     ) -> Iterator[tuple[str, Tensor | float]]:
-        """Yield (name, number) for signals of the whole step and for sums of slots over all parameters."""
+        """Yield (name, number) for signals that are one number for all parameters: the fraction of the run that is
+        over, the norm of all gradients, and sums of a slot over all parameters.
+
+        ready: parameter sets that take the step, with its inputs.
+        taken: number of earlier steps of the run. None: it is counted.
+        """
         if ready and "step_fraction" in self.asking:
             assert self.recipe.total_steps is not None
             taken = steps_taken(param_set for param_set, _ in ready) if taken is None else taken
@@ -561,7 +569,7 @@ class Signals:
         """Return this rank's values of a signal for one step, and the positions of the parameters that request it."""
         wanted, needed, values = list[int](), list[int](), dict[int, Tensor]()
         counts = (param_set.update_counts + 1).tolist()
-        due = cache(self.needed)  # equal for all parameters of an update at one step
+        due = cache(self.needed)  # parameters with one update and one step count require the same signals
         for at, (spec, parameter) in enumerate(zip(param_set.specs, param_set.parameters, strict=True)):
             if not step.active[at] or signal.name not in self.asked[spec.path]:
                 continue
@@ -593,9 +601,9 @@ def _error(signal: Signal, where: str, when: str, got: str) -> ValueError:
 
 
 def _by_position(name: str, gathered: Mapping[int, Tensor], param_set: ParamSet) -> list[Tensor | SideMatrix | None]:
-    """Return the gathered values of a signal as a list with an item for each parameter.
+    """Return the values of a signal, which were reduced over ranks, as a list with an item for each parameter.
 
-    A matrix over the inputs or outputs of a parameter becomes a `SideMatrix`.
+    A Gram matrix of a layer's inputs or output gradients becomes a `SideMatrix` of the layer's weight.
     """
     found: list[Tensor | SideMatrix | None] = [None] * len(param_set.specs)
     extent = known_signals()[name].extent

@@ -76,7 +76,9 @@ class Cost:
 def block_cost(
     rule: Recipe | Route, path: str, block: tuple[int, ...], dtype: torch.dtype, storage: Mapping[str, Quantizer]
 ) -> Cost:
-    """Return the cost of a block. No state is allocated.
+    """Return the cost of updating a block: floating-point operations of a step and of each refresh, and bytes of state.
+
+    No state is allocated.
 
     rule: update of the block.
     path: path of the update in the recipe.
@@ -267,9 +269,10 @@ WORTHWHILE = 0.05
 def advise(
     specs: Sequence[ParamSpec], recipe: Recipe, keys: Iterable[ParamKey], ranks: int, now: Balance
 ) -> Advice | None:
-    """Return the advice to use waves (refreshes that are due in one step) with PER_RANK refreshes for each rank.
+    """Return the advice to let more refreshes be due in the same step (a wave): PER_RANK of them for each rank.
 
-    Returns None if these waves gain less than WORTHWHILE in efficiency.
+    Return None if ranks would wait hardly less for each other: the efficiency, mean work / largest work of a rank,
+    must grow by at least WORTHWHILE.
 
     specs: parameters that the same ranks share. Their present owners do not change.
     keys: keys of all parameters of the optimizer.
@@ -289,7 +292,7 @@ def advise(
 def wave_fields(recipe: Recipe, paths: Iterable[str]) -> list[str]:
     """Return the paths of all fields `min_wave_work` in the updates at the given paths.
 
-    The field sets the smallest amount of refresh work that is due in one step.
+    The field says how many refreshes must at least be due in the same step, in units of the most expensive one.
     """
     cadences = chain.from_iterable(recipe.rules()[path].cadences(path).items() for path in paths)
     return [f"{name}.refresh.min_wave_work" for name, cadence in cadences if cadence.spread]
@@ -371,7 +374,9 @@ class Assignments:
     def group(
         self, index: int, parameters: Sequence[Tensor], infos: Sequence[ParamInfo], frozen: Sequence[bool] | None
     ) -> ParamGroup:
-        """Return the group with the given index. Its blocks get owners and phases later, by `assign`.
+        """Return the record of a param group: its parameters, and for each one its update, shape and ranks.
+
+        Which rank updates a block, and when the block is refreshed, is decided later, by `assign`.
 
         frozen: for each parameter, True if it counts as frozen. None: parameters with `requires_grad=False` are frozen.
         """

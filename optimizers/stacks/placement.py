@@ -1,4 +1,5 @@
-"""For each parameter of an optimizer: its specification, the ranks on which it is placed, and the phases of its blocks.
+"""For each parameter of an optimizer: its specification, the ranks that hold it, and the steps in which its blocks are
+refreshed (their phases, fractions of the refresh interval).
 
 They follow from the recipe and from names, shapes and layouts of parameters, and not from values. So every rank
 computes the same result.
@@ -31,10 +32,10 @@ from ..recipe.recipe import Recipe, Route, slot_keys
 
 
 class ParamKey(NamedTuple):
-    """The properties of a parameter that determine in which steps of a refresh interval its blocks are refreshed.
+    """The properties of a parameter from which it follows in which of every k steps its blocks are refreshed.
 
     name: name of the parameter.
-    path: path of its update in the recipe.
+    path: path of the parameter's update in the recipe, "" or "routes.<name>".
     shape: shape of the full parameter.
     matrices: division of its entries into matrices.
     """
@@ -83,8 +84,9 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
 
     The blocks are sorted by path and shape, then by name and key. A block's phase is the cost of the refreshes of all
     blocks before it plus half the cost of its own refresh, as a fraction of the total cost. Equal parts of a refresh
-    interval then have equal costs, as nearly as indivisible blocks allow. If a cadence divides the interval into waves,
-    whose blocks are refreshed in the same step, phases are rounded down to the beginning of a wave.
+    interval then have equal costs, as nearly as indivisible blocks allow. A cadence may demand that at least some
+    number of refreshes are due in the same step (`min_wave_work`). Phases are then rounded down to multiples of a
+    fraction of the interval, so that neighbors are due together.
 
     Phases do not depend on ranks, or on the order or the grouping of parameters. Blocks of one path and shape that are
     due together are neighbors in the sorted order.

@@ -277,11 +277,12 @@ class RankChecks:
 
 @dataclass(frozen=True)
 class RankSurvey:
-    """Result of a survey: sums over all ranks for P gradients.
+    """Facts about P gradients that all ranks share: sums of squares, and on how many ranks a gradient is absent.
 
     names: names of the parameters.
     present: `[P]`, True for parameters that have a gradient on this rank.
-    sums: float64 sums on the device, by name of the field.
+    sums: sums over ranks, float64 `[P]` on the device. The key SQUARES has those of squared entries, the key ABSENT
+        those of 1 for each rank without the gradient.
     largest: `[P]`, largest usable sum of squares: the largest finite number of the dtype in which the update is
         computed. For an update that squares no gradient, the dtype is float64, in which the squares of all float32
         numbers are finite.
@@ -305,7 +306,7 @@ class RankSurvey:
         return self.squares.device
 
     def scaled(self, factor: float | Tensor) -> Self:
-        """Return this survey with new sums of squares, after the caller has multiplied all gradients by `factor`."""
+        """Return these facts for the gradients times `factor`. The caller has multiplied the gradients themselves."""
         return replace(self, sums={**self.sums, SQUARES: self.squares * factor**2})
 
     def agreed(self) -> NDArray[np.bool_]:

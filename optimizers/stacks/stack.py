@@ -209,7 +209,7 @@ class StackState:
 
     @property
     def watched(self) -> bool:
-        """True if the use of state by stages is checked or measured."""
+        """True if this step is measured for `inspect`, or each use of state is checked (`checked=True`)."""
         return self.checks is not None or self.step_watch is not None
 
     @cached_property
@@ -272,7 +272,7 @@ class StackState:
 
     @cached_property
     def all_blocks(self) -> ActiveBlocks:
-        """All blocks of the stack as active blocks."""
+        """All blocks of the stack, for a step in which all of their parameters have a gradient."""
         return ActiveBlocks(self, self.stack, None)
 
     def select(self, active: NDArray[np.bool_] | None) -> ActiveBlocks | None:
@@ -350,7 +350,9 @@ class StackState:
         return dotted(self.path, chain)
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (row, position of the parameter, block key) of every block."""
+        """Yield (row of the block in the stack, position of its parameter in the parameter set, key of the block in the
+        parameter) for every block.
+        """
         for row, (position, key) in enumerate(zip(self.stack.param_ids.tolist(), self.stack.keys, strict=True)):
             yield row, position, key
 
@@ -370,7 +372,7 @@ class ActiveBlocks:
 
     @cached_property
     def rows(self) -> Tensor | None:
-        """Rows of the active blocks in `stack_state`, `[n]` on the device. None: all rows are active."""
+        """Indices in the whole stack of the n blocks of this step, `[n]` on the device. None: all blocks take part."""
         return None if self.places is None else kept_on_device(self.places, self.stack.device)
 
     @cached_property
@@ -380,7 +382,7 @@ class ActiveBlocks:
 
     @property
     def row_numbers(self) -> Sequence[int]:
-        """Rows of the active blocks in `stack_state`, on the host."""
+        """Indices in the whole stack of the n blocks of this step, on the host."""
         return range(len(self.stack.param_ids)) if self.places is None else self.places.tolist()
 
 
@@ -486,7 +488,12 @@ def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[Blo
 def equal_blocks(
     cut: Iterable[tuple[BlockKind, int, BlockGrid]], specs: Sequence[ParamSpec], phases: Phases
 ) -> list[EqualBlocks]:
-    """Return the blocks by kind, sorted by phase within each kind. Kinds are in the order of their first blocks."""
+    """Return lists of blocks of equal shape, update, dtype and device, in the order in which they are refreshed.
+
+    The lists are in the order of their first blocks.
+
+    cut: (kind of the block, position of its parameter, grid of blocks), as `cut_blocks` yields them.
+    """
     found: dict[BlockKind, list[tuple[int, BlockGrid]]] = {}
     for kind, position, grid in cut:
         found.setdefault(kind, []).append((position, grid))
@@ -523,9 +530,10 @@ def stack_length(kind: BlockKind, recipe: Recipe) -> int:
 def divide(
     specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, ranks: int
 ) -> Iterator[tuple[BlockGroup, NDArray[np.float64]]]:
-    """Yield each block group, with the owners of its N blocks, and the phases `[N]` of these blocks.
+    """Divide the blocks that several ranks share into groups of N equal blocks, each group with its owners.
 
-    A block group fits into one round of messages and one stack on every rank, except if its blocks must stay together.
+    Yield (group, the phases `[N]` of its blocks: the fraction of a refresh interval at which each one is refreshed). A
+    group fits into one message of each rank and one stack on every rank, except if its blocks must stay together.
     If stages need sums over a parameter, the block groups of that parameter are consecutive and are marked as joined.
     Block groups of neighboring parameters are close together, so that all updates of a parameter arrive within a few
     rounds.

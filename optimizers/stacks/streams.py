@@ -14,7 +14,7 @@ class Streams:
     """Interface to a second stream of a device. This base class is for devices without streams.
 
     On such a device operations run in the order of the program and nothing needs to wait. All methods do nothing, and
-    marks are None. `DeviceStreams` overrides them.
+    `mark` returns None. `DeviceStreams` overrides them.
 
     concurrent: True if work on the second stream runs at the same time as work on the present stream.
     """

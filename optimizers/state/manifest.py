@@ -62,10 +62,10 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, St
 
 
 def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
-    """Return True if a state tensor without an owner is sharded as its parameter is.
+    """Return True if a state tensor is sharded over ranks as its parameter is.
 
-    A state tensor without an owner has one of two shapes. Either it is a number, which every rank stores, or its last
-    axes are those of the parameter.
+    tensor: state that belongs to no block: either a number, which every rank stores, or a tensor whose last axes are
+        those of the parameter, such as an averaged iterate.
     """
     return tensor.ndim > 0 and not layout_of_parameter(param_set, position).replicated
 

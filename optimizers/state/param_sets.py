@@ -151,7 +151,7 @@ class ParamSets:
         if self.spikes is not None:
             require_same_ranks([*self, *param_sets])
         self.install(batch, param_sets, state, groups[index]["iterate"])
-        # blocks that are added also change the phases of the blocks of earlier batches
+        # new blocks also change the steps in which the blocks of earlier param groups are refreshed
         for param_set in chain.from_iterable(earlier.sets for earlier in self.batches[:-1]):
             phases = [self._assignments.phases[spec.key] for spec in param_set.specs]
             for one in param_set.stack_states:

@@ -368,7 +368,7 @@ class BaseAndAverage(Averaging, ABC):
     @property
     @abstractmethod
     def mu_and_decay(self) -> tuple[float, Decay]:
-        """The weight mu_y of x in y, and the iterate at which weight decay is computed."""
+        """mu_y of y = mu_y x + (1 - mu_y) z, and the iterate (z or y) at which weight decay is computed."""
 
     @abstractmethod
     def mixing(self, batch: IterateBatch) -> Sequence[float] | Tensor:
@@ -457,7 +457,9 @@ class ScheduleFree(BaseAndAverage):
 
 
 class PrimalAveraging(BaseAndAverage):
-    """Generalized primal averaging (GPA): y, z and x of `BaseAndAverage` with a constant c = 1 - mu_x.
+    """z <- z - lr U(y);  x <- mu_x x + (1 - mu_x) z;  y = mu_y x + (1 - mu_y) z
+
+    This is generalized primal averaging (GPA). Gradients are computed at y, and the average x is evaluated.
 
     Defazio et al. 2025, arXiv:2512.17131. With mu_x = 0, GPA is the base method without averaging. With mu_y = 1 and
     plain gradient descent as the base method, GPA is heavy-ball momentum with coefficient mu_x.

@@ -97,9 +97,9 @@ class Constraint(Schedulable, ABC, family="constraint"):
 
     @final
     def signals_at(self, step: int) -> frozenset[str]:
-        """Return the names of the signals that every parameter must have at a step.
+        """Return the names of the inputs beside the gradient (signals) that every parameter must have at a step.
 
-        The result is empty, because a constraint applies to those parameters that have its signals.
+        The result is empty, because a constraint is applied only to those parameters that have its signals.
         """
         return frozenset()
 

@@ -84,7 +84,7 @@ class Rounding(Constraint):
         """
         most = _half_ulp(before.bfloat16())
         rest = remainder.float() * (1.0 if self.rule == "compensated" else most / 128)
-        # a remainder above half a unit in the last place is that of a weight that other code has overwritten since
+        # above half a unit in the last place, r belongs to an old value of W, which other code has overwritten since
         wanted = after.float() + torch.where(rest.abs() <= most, rest, 0.0)
         held = wanted.bfloat16()
         rest = wanted - held.float()
@@ -138,7 +138,8 @@ class RoundingWatch:
     _copied: HostCopy | None = None
 
     def check(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the first of two samples of the largest matrix in 16 bits, or compare the second one with it and warn.
+        """Sample the largest matrix in 16 bits, or compare it with the sample of five steps before. Warn if the matrix
+        hardly changed, because rounding then drops most updates.
 
         Return True if no further call is needed: there is no matrix in 16 bits, or the samples were compared.
         """

@@ -158,12 +158,12 @@ class StepRates:
 
     @property
     def decays(self) -> bool:
-        """True if the write has a decay. If alpha is a tensor, it is not read, and the result is True."""
+        """True if W decays: alpha is not 0. If alpha is a tensor, the host does not read it, and the result is True."""
         return isinstance(self.alpha, Tensor) or self.alpha != 0
 
     @property
     def shrink(self) -> float | Tensor:
-        """The factor 1 - lr alpha of a parameter that decays."""
+        """The factor 1 - lr alpha by which weight decay multiplies W."""
         return 1 - self.lr * self.alpha if self.kept is None else self.kept
 
     @property
@@ -198,11 +198,9 @@ class WriteNumbers(NamedTuple):
 
     @classmethod
     def of(cls, scale: StepRates) -> Self:
-        """Return the numbers for the given learning rate and weight decay. The factor of the direction is 1.
+        """Return the numbers of  W <- W - lr alpha W - lr U  for a learning rate and weight decay, with factor 1.
 
         Numbers that are tensors stay tensors: the host does not read their values.
-
-        scale: learning rate and weight decay.
         """
         return cls(scale.lr, scale.shrink, scale.alpha, scale.gradient_rate)
 
@@ -320,7 +318,7 @@ class Rates:
 
     @cached_property
     def same(self) -> int | None:
-        """The index that `alike` has for every parameter, if all param groups have equal rates. None: rates differ."""
+        """The one index that `alike` has for all parameters if all param groups have equal rates. None: they differ."""
         firsts = {*self._firsts.values()}
         return firsts.pop() if len(firsts) == 1 else None
 
