@@ -33,7 +33,11 @@ class Item(NamedTuple):
     due: tuple[tuple[int, float], ...] = ()
 
     def work(self, interval: int) -> float:
-        """Return the mean work of a step."""
+        """Return the mean work of a step: the constant work, and all refreshes of a refresh interval divided by its
+        length.
+
+        interval: number of steps after which the same refreshes are due again.
+        """
         return self.constant + sum(refresh for _, refresh in self.due) / interval
 
 
@@ -66,7 +70,9 @@ class Loads:
 
     @property
     def critical_path(self) -> float:
-        """Return the work of an interval if every step ends when the busiest rank of that step is done."""
+        """Return the work that takes time: that of the busiest rank at each step, summed over the steps of a refresh
+        interval, because all ranks wait for the busiest one.
+        """
         return float((self.constant[:, None] + self.refresh).max(0).sum())
 
     def divide(self, fractions: Sequence[float], work: float, state: float) -> None:
@@ -150,8 +156,9 @@ def assign(items: Sequence[Item], loads: Loads, held: Sequence[Held] = ()) -> li
 
 
 def _deal(item: Item, count: int, loads: Loads, means: tuple[float, float]) -> list[int]:
-    """Return the ranks to which `count` equal items are assigned, one after the other, by steps 2 and 3 of `assign`.
+    """Return the ranks to which `count` equal items are assigned, one after the other: each to the idlest rank.
 
+    These are steps 2 and 3 of `assign`, in which work and bytes of an item, and of a rank, are the entries of a vector.
     All items have the same vector v. The scalar product of each rank's vector with v is computed once. Each item adds v
     to the vector of its rank, so the rank's product grows by v . v.
 

@@ -75,7 +75,7 @@ def gather_fields(
 
 
 class CheckedSums:
-    """Sums over all ranks and checks of these sums, in one all-reduce per call."""
+    """Sums named numbers over all ranks, and checks the sums by functions of the caller, in one all-reduce per call."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self.ranks = ranks
@@ -121,9 +121,9 @@ class SameNumbers:
     remedy: end of the error message.
     entries: names of the n entries of each tensor in `numbers`. (): `numbers` has one number for each name.
     tolerance: allowed standard deviation over ranks, in units of the mean; 0: all bits must be equal.
-    absent: name of another field, which the caller passes to `CheckedSums.reduce` together with these numbers. It has
-        1 for each number that this rank does not have, and 0 for each number that it has. A rank passes 0 for a number
-        that it does not have, and the number is compared only between the other ranks. "": all ranks have all numbers.
+    absent: "" if all ranks have all numbers. Otherwise a rank passes 0 for a number that it does not have, and the
+        number is compared between the other ranks only. `absent` is then the name under which the caller sums, by
+        `CheckedSums.reduce`, 1 for each number that its rank does not have and 0 for each number that it has.
     """
 
     subject: str
@@ -134,10 +134,11 @@ class SameNumbers:
     absent: str = ""
 
     def fields(self) -> dict[str, Field]:
-        """Return the fields to sum over ranks, by name of the number.
+        """Return for each number, by its name, a sequence `[2 n]` to sum over ranks: n values, then their n squares.
 
-        A field is one sequence `[2 n]`: n values, and then their n squares. With a tolerance the values are the n
-        entries of a tensor. Otherwise they are the four 16-bit integers that form the bits of a number.
+        If the sum of squares fits the square of the sum, all ranks have the same values. With a tolerance the values
+        are the n entries of a tensor. Without one they are the bits of the number, as four 16-bit integers, whose sums
+        are exact.
         """
         return {
             name: torch.cat([x, x.square()]) if isinstance(x, Tensor) and self.tolerance else split_bits(x)
@@ -150,7 +151,8 @@ class SameNumbers:
         A number x counts as equal if R sum(x^2) - sum(x)^2 <= (tolerance sum(x))^2. The sums are over the R ranks that
         have it.
 
-        sums: the results of `fields`, and the fields RANKS and `absent`, summed over ranks.
+        sums: sums over ranks of what `fields` returns, of 1 (under the name RANKS), and of the numbers under the name
+            `absent`.
         outcome: text for the error message about the consequence for the step, such as NOTHING.
         """
         count = sums[RANKS] - sums[self.absent] if self.absent else sums[RANKS]

@@ -38,7 +38,7 @@ class PlacedBlock:
     position: position of the block's parameter.
     grid: the place of the block in its parameter, as a grid that contains only this block.
     owner: rank that holds the block's state and computes its update.
-    row: row of the block in the owner's stack.
+    row: index of the block among the blocks of its group that the owner updates together, as one tensor.
     """
 
     position: int
@@ -132,7 +132,10 @@ class Message:
         self.lengths = [sum(sizes) for sizes in self._sizes]
 
     def split(self, data: Tensor | Sequence[Tensor]) -> list[Tensor]:
-        """Return, for each transfer, a view of its entries in the message `[n]`, or in the message of its rank."""
+        """Return, for each transfer, a view of its entries in the data that are sent.
+
+        data: one tensor `[n]` for all ranks, or a list with one tensor for each rank.
+        """
         parts = torch.split(data, self.lengths) if isinstance(data, Tensor) else data
         pieces = [piece for part, own in zip(parts, self._sizes, strict=True) for piece in torch.split(part, own)]
         return [piece.view(transfer.shape) for transfer, piece in zip(self.transfers, pieces, strict=True)]
@@ -151,17 +154,17 @@ class Message:
 
 @dataclass
 class Round:
-    """Block groups whose messages are sent together, by one collective.
+    """Messages that are sent together, by one collective: gradients to the owners of blocks, and updates back.
 
-    Gradients are sent from shards to the owners of blocks, and updates are sent back from the owners.
+    A transfer is a set of entries that one rank holds and one rank (the owner of their block) updates.
 
-    groups: indices of the block groups.
-    held: transfers of updates that this rank receives for its shards, in the order of the owners that send them.
-    sent: the subset of `held` whose gradients this rank sends to the owners. If several ranks hold the same entries,
-        only the rank in the owner's replica sends them.
-    owned: transfers of updates of the blocks that this rank owns, in the order of the ranks to which it sends them. If
-        all parameters are replicated, all ranks receive the same, and it has only the transfers to this rank itself.
-    received: the subset of `owned` whose gradients this rank receives from the shards.
+    groups: indices of the block groups whose entries are sent.
+    held: entries that this rank holds: it receives their updates, in the order of the owners that send them.
+    sent: those entries of `held` whose gradients this rank sends to the owners. If several ranks hold the same entries,
+        only the one in the same copy of the model as the owner sends them.
+    owned: entries of blocks that this rank owns: it sends their updates, in the order of the ranks that receive them.
+        If all parameters are replicated, all ranks receive the same, and only the transfers to this rank are listed.
+    received: those entries of `owned` whose gradients this rank receives.
     """
 
     groups: list[int]

@@ -75,7 +75,8 @@ class CommStep:
         return self._arrived[source, group]
 
     def deliver(self, group: int, rows: Tensor | None, directions: Tensor) -> None:
-        """Accept the computed directions of some of this rank's blocks of a block group, to be sent with its round.
+        """Accept the computed directions of some of this rank's blocks of a block group. They are sent once all groups
+        of the same message are complete.
 
         rows: indices of these blocks among this rank's blocks of the group; None: all of this rank's blocks.
         """

@@ -1,4 +1,6 @@
-"""Gradients that are sent to owners during backward, and the detection of gradients that a step uses twice."""
+"""During backward, gradients are sent to the ranks that own their blocks. Gradients that a step uses twice are
+detected.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,7 @@ class BackwardGather:
         self._rank_group.give_back()
 
     def note(self, position: int) -> None:
-        """Record that backward has written a gradient, and send the rounds whose gradients are now complete."""
+        """Record that backward has written a gradient. Send each message (`Round`) whose gradients are now complete."""
         self._writes[position] += 1
         while self._next < len(self.comm_plan.rounds):
             positions = self._positions[self._next]

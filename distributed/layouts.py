@@ -27,7 +27,7 @@ from eigengraft.numerics import any_dtensors, is_dtensor
 
 from .rank_group import DistributedError, RankGroup
 
-if TYPE_CHECKING:  # importing it takes as long as all of this library
+if TYPE_CHECKING:  # this import takes as long as that of all of this library
     from torch.distributed.tensor.placement_types import Placement
 
 
@@ -302,19 +302,18 @@ class Region:
     strides: tuple[Stride, ...]
 
     def in_block(self, block: Tensor) -> Tensor:
-        """Return the region's entries as a view of `block`. The view has the shape of their box in the parameter."""
+        """Return the region's entries as a view of `block`, in the shape that they have as a box in the parameter."""
         own = block.stride()
         first = block.storage_offset() + sum(at * stride for at, stride in zip(self.corner, own, strict=True))
         return torch.as_strided(block, self.box.shape, [own[s.axis] * s.places for s in self.strides], first)
 
 
 class _Run(NamedTuple):
-    """The range of a box of the parameter along a few consecutive axes.
+    """A range of indices along a few consecutive axes of the parameter, which is also a range along axes of a block.
 
-    Blocks are cut from the merged shape of the parameter, in which some axes are merged into one axis, or an axis is
-    divided into several axes. A piece of a block is a box in the merged shape. In the parameter's own shape the piece
-    may consist of several boxes. A run is the range of such a box along the axes that were merged into one axis, or
-    along the one axis that was divided (a pair of `axis_pairs`).
+    Blocks are cut from a reshaped parameter: a kernel [64, 3, 3, 3] is cut as [64, 27], for example. A box in the
+    reshaped parameter may consist of several boxes of the parameter itself, as the columns 5 to 20 of 27 do. Each of
+    these is a product of runs, one for each set of axes that were merged into one axis, or axis that was divided.
 
     start, stop: range of the run along these axes of the parameter.
     moves: by axis of the merged shape, offset of the first entry of the run from the first entry of the piece.
@@ -393,10 +392,13 @@ def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
 def _runs(
     lengths: list[int], merged: range, piece: Piece, strides: Mapping[int, Stride], merged_shape: Numbers
 ) -> Iterator[_Run]:
-    """Divide a piece of a block into runs along some consecutive axes of the parameter, and yield the runs.
+    """Yield the ranges (`_Run`) along some axes of the parameter that together contain the entries of a piece of a
+    block.
 
-    The function is called once for each pair of `axis_pairs`: the axes of the parameter, and the axes of the merged
-    shape with the same entries. Along these axes, the runs together contain exactly the entries of the piece.
+    The axes are those of the parameter that were merged into one axis of the reshaped parameter, or the one axis that
+    was divided into several.
+
+    piece: a box in the reshaped parameter from which blocks are cut.
 
     lengths: lengths of the axes of the parameter.
     merged: the axes of the merged shape: one axis into which the axes of the parameter were merged, or the axes into

@@ -143,7 +143,7 @@ class ParamGather:
         return [[self._view(held, rows, rank) for rows in chosen if self._share(rows, rank)] for rank in ranks]
 
     def _share(self, rows: Rows, rank: int) -> bool:
-        """Return True if another rank holds the same entries of a parameter as this rank."""
+        """Return True if `rank` is another rank, and holds the same entries of the parameter of `rows` as this rank."""
         me = self.rank_group.rank
         return rank != me and rank in self.layouts[rows.position].holders[me]
 
@@ -173,7 +173,7 @@ class ParamGather:
             _copy_rows(parameters[rows.position], rows, own.view(len(data), *shape))
 
     def _shapes(self, parameters: Mapping[int, Tensor], chosen: Sequence[Rows]) -> list[tuple[int, ...]]:
-        """Return, for each item of `chosen`, the shape of the parameter's rows in the message of one rank."""
+        """Return the shape of each set of updated rows that a rank sends to all others."""
         return [(rows.stop - rows.start, *parameters[rows.position].shape[1:]) for rows in chosen]
 
 

@@ -195,10 +195,10 @@ def _steps(levels: Levels) -> Tensor:
 
         bits = the 32 bits of x as a signed integer,  k = |bits|,  h = |bits >> 16|,  code = (k + table[h]) >> 16
 
-    All x with the same h share an entry of the table. Their bits differ only in the lower 16. If midpoints differ by at
-    least 2^-7 of their size, at most one midpoint is among these x, so that they have at most two codes, c - 1 and c.
-    Both for x >= 0 and for x < 0, k increases with x. With s the smallest k of the code c, the entry is 2^16 c - s. The
-    sum k + table[h] is then 2^16 c + (k - s), with the upper 16 bits c for k >= s, and c - 1 for k < s.
+    h is k / 2^16, rounded down for x >= 0 and up for x < 0. So all x with the same h are neighbors, and share an entry
+    of the table. If midpoints differ by at least 2^-7 of their size, at most one midpoint is among these x, and they
+    have at most two codes, c - 1 and c. Let s be the smallest k whose code is c. The entry is 2^16 c - s. Then k +
+    table[h] = 2^16 c + (k - s), whose upper 16 bits are c for k >= s, and c - 1 for k < s.
 
     Numbers x >= 0 have h < 2^14, and k = h 2^16, ..., h 2^16 + 65535. Numbers x < 0 have h > 2^14, and k = h 2^16 -
     65535, ..., h 2^16.

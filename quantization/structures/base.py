@@ -37,7 +37,8 @@ def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
     places: for each entry of the flat rectangle, its index in the flat matrix.
     entries: for each entry of the flat matrix, its index in the flat rectangle; arbitrary outside of the triangle.
 
-    Row k of the rectangle is the k-th longest row of the triangle, followed by the k-th shortest row. A format that
+    Row k of the rectangle has the k-th longest row of the triangle first, and the k-th shortest row behind it, so that
+    all rows of the rectangle have the same length. A format that
     works along rows cuts each row of the rectangle into blocks. At most one of these blocks has entries of two rows of
     the triangle. Rows of Cholesky factors differ in size, so entries of two rows should not share a scale.
     """
@@ -130,7 +131,10 @@ def square_shape_error(slot: Slot, roles: tuple[str, ...], what: str, least: int
 
 
 def role_error(slot: Slot, roles: tuple[str, ...], what: str) -> str | None:
-    """Return the reason why a slot has none of the roles of `what`, or None if it has one."""
+    """Return the reason why a slot has none of the allowed roles, or None if it has one.
+
+    what: name of the allowed slots in the returned reason, such as "bases".
+    """
     if slot.role in roles:
         return None
     return f"this format is for slots of the role {' or '.join(roles)} ({what}), got the role {slot.role}"

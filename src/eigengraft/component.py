@@ -154,7 +154,7 @@ class Component(BaseModel, metaclass=ComponentType):
 
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # hidden methods are refused before pydantic makes the fields, because it would warn of their names first
+        # before pydantic makes the fields, because it would warn of a field that hides a method of the class
         if family is None and cls.family_name is not None:
             try:
                 own = inspect.get_annotations(cls)
@@ -361,6 +361,7 @@ def _components_of(
     """Yield (dotted path, component) for every component in the value of a field.
 
     path: the parts of the field's path. Empty parts are left out.
+    walked: function of a component that returns the names of the fields to search. None: all fields are searched.
     """
     if isinstance(value, Component):
         yield from components_in(value, ".".join(filter(None, path)), walked)
@@ -609,7 +610,7 @@ types."""
 def _fault(detail: Any, data: Any, where: str) -> str:
     names, message = list(_names(detail["loc"], data)), detail["msg"].removeprefix("Value error, ")
     place = detail["loc"][-1] if detail["type"] == "missing_kind" and detail["loc"] else None
-    if isinstance(place, int) and names[-1:] == [str(place)]:  # no path has the position of a stage
+    if isinstance(place, int) and names[-1:] == [str(place)]:  # paths name a stage by its kind, which is missing here
         names, message = names[:-1], f"item {place + 1} of the list: {message}"
     path, got = ".".join([where] * bool(where) + names), detail["input"]
     if detail["type"] == "missing":

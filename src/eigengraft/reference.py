@@ -235,10 +235,10 @@ def first_sentence(text: str) -> str:
 
 
 class MemberText(NamedTuple):
-    """One method, property or class variable that a member of a family may define, as text.
+    """One method, property or class variable that a component may define, as text for the reference pages.
 
     signature: its declaration, as `decay(t: float) -> float`.
-    required: True if every member has to define it.
+    required: True if every component of the family, such as all cadences, has to define it.
     meaning: its docstring.
     """
 

@@ -168,7 +168,7 @@ class Request:
 
 
 class Asks(Protocol):
-    """The methods by which stages and constraints request signals."""
+    """The methods by which stages and constraints request signals, which are inputs beside the gradient."""
 
     @property
     def requests(self) -> tuple[Request, ...]: ...
@@ -177,15 +177,15 @@ class Asks(Protocol):
 
 
 def requested(own: Asks) -> frozenset[str]:
-    """Return the names of all signals that a stage or a constraint requests, whatever the steps."""
+    """Return the names of all signals that a stage or a constraint requests in any step."""
     return frozenset(request.name for request in own.requests)
 
 
 def require_signals(stages: Iterable[tuple[str, Asks]], constraints: Sequence[tuple[str, Asks]] = ()) -> None:
-    """Raise ValueError for a request of an unknown signal, or of a signal of the wrong extent.
+    """Raise ValueError for a request of an unknown signal, or of a signal that is not for the component requesting it.
 
-    stages: every stage with its path. Stages cannot request signals of extent "outputs".
-    constraints: every constraint with its path. Constraints can request only signals of extent "outputs".
+    stages: every stage with its path. Stages cannot request signals with a value for each output of a layer.
+    constraints: every constraint with its path. Constraints can request only such signals.
     """
     known, stages = known_signals(), list(stages)
     for own, others, members in (("stage", "constraints", stages), ("constraint", "stages", constraints)):

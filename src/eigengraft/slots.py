@@ -249,8 +249,9 @@ class Watch(Protocol):
 
 
 class DelayedRefreshes(Protocol):
-    """Computes refreshes of a stack beside training. A refresh stays here from `begin` until `finish` has stored its
-    results.
+    """Computes roots and bases of a stack in a thread, while training goes on (`refresh: {delay: k}`).
+
+    A refresh is kept here from `begin` until `finish` has stored its results.
     """
 
     def begin(
@@ -274,14 +275,13 @@ class DelayedRefreshes(Protocol):
 
 @dataclass(frozen=True)
 class Storage:
-    """The encoded slots of a stack, with what is needed to encode them.
+    """How a `State` stores its slots: formats such as int8, random numbers for rounding, and who observes reads.
 
-    encoded: the encoded slots, by key.
-    counters: function that returns the seed and the step of each selected row, int64 `[n]` each, from which random
-        numbers for stochastic rounding are computed. None: values are rounded to nearest.
+    encoded: the slots in other formats than that of their values, by key.
+    counters: function that returns the seed and the step of each block that the state selects, int64 `[n]` each, from
+        which random numbers for stochastic rounding are computed. None: values are rounded to nearest.
     watch: observer of loads and writes of slots; None: there is none.
-    delayed: delayed refreshes that are computed beside training; None: nothing is computed beside training, and the
-        results of a delayed refresh are computed in the step that begins it.
+    delayed: computes delayed refreshes in a thread. None: they are computed in the step that begins them.
     """
 
     encoded: Mapping[str, EncodedSlot]
@@ -290,7 +290,7 @@ class Storage:
     delayed: DelayedRefreshes | None = None
 
     def slice_rows(self, start: int, stop: int) -> Storage:
-        """Return the storage of a slice of the selected rows, from start to stop."""
+        """Return the storage for the blocks from start to stop of those that the state selects."""
         counters = self.counters
         if counters is None:
             return self
@@ -385,7 +385,7 @@ class State:
         return value
 
     def _stored(self, name: str) -> tuple[Tensor, bool]:
-        """Return (the slot of the selected rows, True if a codec has decoded it)."""
+        """Return (values of a slot for the selected blocks, True if they were decoded from another format)."""
         key = StateKey.join(self.path, name)
         if (how := self.storage.encoded.get(key)) is not None:
             return how.codec.decode(self._encoded(key, how), how.slot, how.dtype), True
@@ -468,7 +468,7 @@ class State:
         return type(self)(self.tensors, seen, path, self.rows, self.mask, self.storage)
 
     def slice_rows(self, start: int, stop: int) -> Self:
-        """Return the state of a slice of the selected rows, from start to stop."""
+        """Return the state of the blocks from start to stop of those that this state selects from the stack."""
         if self.rows is None:
             rows: slice | Tensor = slice(start, stop)
         elif isinstance(self.rows, slice):
@@ -492,8 +492,9 @@ class State:
         return type(self)(copies, self.block, self.path, storage=Storage(self.storage.encoded))
 
     def unwritten(self) -> Self:
-        """Return a copy of this state that ignores writes. States made from it by `scope`, for stages inside, still
-        write.
+        """Return this state without the right to write: `state[name] = value` has no effect.
+
+        The states of inner stages, which `scope` makes from it, still write.
         """
         own = type(self)(self.tensors, self.block, self.path, self.rows, self.mask, self.storage)
         own.written = False

@@ -53,7 +53,7 @@ class StepContext:
         number. It returns a 0-d tensor, which the traced program replaces by f(step) in each step. None: no chain is
         traced.
     sums: function that adds numbers `[N]` over the blocks of each parameter; None: no stage of the update needs sums.
-    questions: conditions that `holds` received while a chain is traced.
+    questions: while a chain is traced, the conditions on the step that stages have passed to `holds`.
     """
 
     steps: NDArray[np.int64]
@@ -86,8 +86,8 @@ class StepContext:
     def holds(self, question: Question) -> bool | NDArray[np.bool_]:
         """Return True if a condition holds at the steps of all blocks, False if it holds at none, else bool `[N]`.
 
-        In a traced program the answer is that of a late step (`TYPICAL_STEP`). Steps with another answer do not use the
-        program, but run the stages themselves.
+        While a chain is traced for a compiled program, the answer is that of a late step (`TYPICAL_STEP`). In a step
+        with another answer, the stages run without the program.
 
         question: the condition, a function of steps `[N]` that returns bool `[N]`.
         """
@@ -100,7 +100,7 @@ class StepContext:
     @cached_property
     def priming(self) -> bool:
         """True at the first gradient of lagged stages, with which they only initialize their statistics."""
-        return self.numbers is None and self.uniform == 0  # a step 0 is never traced
+        return self.numbers is None and self.uniform == 0  # no chain is traced in step 0
 
     @cached_property
     def uniform(self) -> int | None:
@@ -173,7 +173,7 @@ class StepContext:
             ) from None
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
-        """Return a signal, as `signal` does, but as a tensor of the dtype and on the device of `like`."""
+        """Return the value of a signal, as the method `signal`, but as a tensor with dtype and device of `like`."""
         return number_like(self.signal(name), like)
 
     def total(self, state: State, slot: str) -> Tensor | float:

@@ -129,7 +129,8 @@ class BlockGrid:
     merged: shape of the parameter after small axes were merged, or after one axis was divided into equal groups.
     count: number of blocks along each axis of `merged`.
     step: distance in entries from one block to the next, along each axis of `merged`.
-    pieces: the pieces of the first block.
+    pieces: the boxes of `merged` of which the first block consists: one, unless an axis of the block was flattened from
+        several axes of `merged`.
     joined: for each axis of a block, the axes of `merged` that were flattened into it. A block has length 1 along axes
         of `merged` that are not in `joined`, such as an axis of experts.
     keys: for each block, in row-major order of the grid, its number among all blocks of the parameter.
@@ -175,11 +176,10 @@ class BlockGrid:
         return BlockGrid(self.merged, ones, self.step, moved, self.joined, (key,), (matrix,))
 
     def in_parameter(self, x: Tensor) -> list[Tensor]:
-        """Return a view of x for each item of `pieces`, with the entries of this piece in all blocks of the grid.
+        """Return a view of x for each piece of a block, with the entries of this piece in all blocks of the grid.
 
-        A piece is a part of a block that is a box in the parameter, too (see `Piece`). A view has the shape `[*count,
-        *lengths]`: first the axes of the grid, then the lengths of the piece along the axes that `joined` lists, in
-        that order.
+        A piece is a part of a block that is a box in the parameter, too; most blocks have one. The first axes of a view
+        are those of the grid (`count`), the others are those of the piece.
 
         x: the parameter, or a tensor with as many entries, in the shape `merged`.
         """
@@ -262,7 +262,7 @@ class EqualMatrices:
     """Matrices of one parameter that have the same shape and are evenly spaced.
 
     lattice: {axis of the parameter: (number of matrices along this axis, distance from one matrix to the next)}.
-    axes: for each axis of the first matrix, the spans of the parameter that are flattened into it.
+    axes: for each axis of the first matrix, the ranges of the parameter's axes (`Span`) that are flattened into it.
     """
 
     lattice: Mapping[int, tuple[int, int]]
@@ -279,12 +279,12 @@ class Tiles:
     """Ranges of equal length (tiles) of one axis of a matrix. A block is the intersection of one tile on each axis of
     the matrix.
 
-    The axis may consist of several axes of the parameter, flattened into one. A tile is then not always a range along
-    each of them, but always a sequence of boxes.
+    The axis may consist of several axes of the parameter, flattened into one. A tile then consists of one or more boxes
+    of the parameter, one behind the other.
 
     first: number of the first of these tiles among all tiles of the axis.
-    boxes: the boxes of the first tile, each as (offset, {axis of the parameter: (start, length)}). The first entry of
-        the box has the index `offset` in the tile.
+    boxes: the boxes of the first tile, each as (offset, {axis of the parameter: (start, length)}). `offset` is the
+        number of entries of the tile before the box.
     lattice: {axis of the parameter: (number of tiles along this axis, distance from one tile to the next)}; empty for a
         single tile.
     """
@@ -501,7 +501,10 @@ def _grids(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> tuple[
 
 
 def _even(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> Iterator[BlockGrid]:
-    """Yield the grids of blocks of a parameter whose matrices are neither sections nor heads, nor stored transposed."""
+    """Yield grids of equal blocks of a parameter whose matrices are its last axes.
+
+    They are not parts of an axis, as the three projections or the heads of attention are, and not stored transposed.
+    """
     batch, inner = shape[: matrices.batch], rule.merged(shape[matrices.batch :])
     merged, size = (*batch, *inner), [*(1 for _ in batch), *(min(d, rule.size or d) for d in inner)]
     grid = tuple(math.ceil(d / s) for d, s in zip(merged, size, strict=True))

@@ -39,7 +39,7 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
     """
     if len(runs) == 1:
         return [runs[0](lambda values: _sums([values], param_ids)[0])]
-    from greenlet import getcurrent, greenlet  # only stacks that share parameters need greenlets
+    from greenlet import getcurrent, greenlet  # not needed at import, because few recipes come here
 
     caller = getcurrent()
     workers = [greenlet(run, parent=caller) for run in runs]
@@ -63,8 +63,11 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
 
 
 def _sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> Sequence[Tensor]:
-    """Return for each stack, and for each of its blocks, the sum of `values` over all blocks of the block's parameter,
-    `[N]`.
+    """Add up the numbers of all blocks of each parameter. Return the sums as `values` are given: one tensor `[N]` for
+    each stack, with the sum of its parameter for each of the N blocks.
+
+    values: for each stack, one number for each of its blocks.
+    param_ids: for each stack, the number of each block's parameter.
     """
     added = values[0] if len(values) == 1 else torch.cat(list(values))
     ids = param_ids[0] if len(param_ids) == 1 else np.concatenate(param_ids)

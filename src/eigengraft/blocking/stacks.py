@@ -219,11 +219,9 @@ class Assembly:
         return self.begun[position]
 
     def completed(self, positions: Iterable[int]) -> dict[int, Tensor]:
-        """Return, by position, each of these parameters' updates whose entries have all been collected.
+        """Return the complete updates among those of the given parameters, by position, and remove them from `begun`.
 
-        They are removed from `begun`.
-
-        positions: positions of parameters in `begun`.
+        An update is complete once all of its entries have been collected.
         """
         return {at: self.begun.pop(at) for at in positions if not self._missing[at]}
 
@@ -265,9 +263,11 @@ class SideMatrix:
         return cls(value, side_index(shape, matrices, side, value.device), side)
 
     def blocks(self, own: Tensor) -> Tensor:
-        """Return for each of k blocks the part of the matrix that belongs to its c inputs or outputs, `[k, c, c]`.
+        """Return for each of k blocks the rows and columns of the matrix for the c inputs (or outputs) of the block.
 
-        own: numbers of the inputs or outputs of each block, as in `index`, `[k, c]`.
+        The result is `[k, c, c]`.
+
+        own: numbers of the inputs (or outputs) of each block, as in `index`, `[k, c]`.
         """
         n = self.value.shape[-1]
         return self.value.reshape(-1, n)[own[:, :, None], (own % n)[:, None, :]]
@@ -296,11 +296,11 @@ def _axes(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> tuple
 
 
 def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
-    """Return for each block the numbers of its c inputs or outputs (`side`), `[N, c]`.
+    """Return which inputs (columns) or outputs (rows) of its parameter each block covers, by number, `[N, c]`.
 
     Raises ValueError if the rows of a block have different inputs, or if its columns have different outputs.
 
-    index: for each entry of the blocks the number of its input or output, `[N, *block]`.
+    index: for each entry of the blocks, the number of its input or output in the parameter, `[N, *block]`.
     """
     flat = index.flatten(2) if index.ndim > 2 else index.unsqueeze(-1)
     flat = flat if side == "inputs" else flat.mT

@@ -287,7 +287,7 @@ class ModuleFacts:
         module is known.
     matrices: which entries form a matrix, by the layout of projections, heads and experts; None: unknown.
     source: where the facts come from, in a few words.
-    factor: which factor of a product the parameter is; None: it is no factor.
+    factor: which factor of a product B A the parameter is, as in LoRA; None: it is no factor.
     """
 
     convolution: bool | None = None

@@ -321,9 +321,9 @@ def _cuda_answers() -> dict[str, Any]:
 
 
 class _Device(TorchDispatchMode):
-    """The dispatch mode of an entered accelerator. It runs each operation on the CPU and counts its cost.
+    """The dispatch mode of a simulated accelerator. It runs each operation on the CPU and counts its cost.
 
-    sections: counts of the open `with` statements, the innermost one last.
+    sections: for each `with` statement that is open, the kernels, waits and bytes counted in it; the innermost last.
     held: number of tensors that share each storage.
     """
 

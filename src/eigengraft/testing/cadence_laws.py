@@ -35,10 +35,10 @@ class CadenceCase(Case[Cadence]):
         return self.steps or self.component.first_due(1) + max(24, round(_REFRESHES * self.component.interval))
 
     def context(self, steps: Iterable[int], rows: slice = slice(None)) -> StepContext:
-        """Return the context of a slice of the stack.
+        """Return the step context that a cadence receives for some blocks of the stack.
 
         steps: step of each block of the stack.
-        rows: the slice.
+        rows: the blocks, as a slice.
         """
         seeds = np.arange(1, 1 + len(_PHASES), dtype=np.int64) * 7919
         updates = np.array(list(steps), dtype=np.int64)[rows]

@@ -52,7 +52,7 @@ class RandomStates(NamedTuple):
 
     @classmethod
     def now(cls) -> RandomStates:
-        """Return the present states of the three generators."""
+        """Return the present states of the global generators of torch, numpy and `random`."""
         numpy: Any = np.random.get_state()
         keys, *rest = numpy[1:]
         return cls(torch.get_rng_state().numpy().tobytes(), (bytes(keys), *rest), random.getstate())
@@ -79,7 +79,8 @@ class OperationWatch(TorchDispatchMode):
         """Prepare a watch; operations are recorded inside `with`.
 
         component: the component. A record names the line of its class, if a method of the class is among the callers.
-        blocks: length of the stack axis; 0: operations that mix blocks are not recorded.
+        blocks: number N of blocks in the tensors `[N, *block]` that the component receives; 0: operations that mix
+            blocks are not recorded.
         inputs: tensors that must not be written to, by name.
         """
         super().__init__()  # type: ignore[no-untyped-call]
@@ -109,9 +110,9 @@ class OperationWatch(TorchDispatchMode):
     def _record(self, found: list[str], operation: str) -> None:
         """Add an operation, with the line of the component that caused it.
 
-        Two kinds of operations are left out: those of the law itself, and those that mix blocks inside a function of
-        this library that a component of another package calls. An example is `finite_blocks`, whose result for a block
-        does not depend on other blocks.
+        Two kinds of operations are left out: those of the law (the check that calls the component), and those that mix
+        blocks inside a function of this library that a component of another package calls. An example is
+        `finite_blocks`, whose result for a block does not depend on other blocks.
         """
         calls = list(_calls())
         if not calls or (found is self.mixes and calls[0].of_library and calls[0].file not in self.files):
@@ -200,7 +201,10 @@ class _Call(NamedTuple):
 
 
 def _calls() -> Iterator[_Call]:
-    """Yield the calls that a law makes, the innermost first, without those inside torch."""
+    """Yield the calls on Python's stack from the present operation up to the law that checks the component.
+
+    The innermost call is first. Calls inside torch are left out.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

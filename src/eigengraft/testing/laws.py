@@ -123,8 +123,8 @@ class LawReport:
 def check(case: AnyCase, laws: Iterable[Law[AnyCase]]) -> LawReport:
     """Check laws on a case and return a report.
 
-    Raises one LawError, which names all broken laws. If a decisive law is broken, or the component draws from a global
-    generator, the error names nothing else.
+    Raises one LawError, which names all broken laws. It names only the first one if that law is decisive (others would
+    fail for the same reason), or if the component draws random numbers from a global generator.
     """
     held, skipped, broken = [], {}, []
     for law in sorted(laws, key=lambda law: not law.decisive):

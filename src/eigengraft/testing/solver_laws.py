@@ -188,7 +188,7 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase[AnySolve
 
 
 def _equals(case: SolverCase[AnySolver]) -> list[RootSolver | BasisSolver]:
-    """Return the solvers in `equal_to` of the checked solver, whose results it claims to have."""
+    """Return the solvers that claim, by their method `equal_to`, to have the same results as the checked solver."""
     if isinstance(case.component, PolarSolver):
         return []
     members = [member for member in case.component.members.values() if issubclass(member, (RootSolver, BasisSolver))]

@@ -134,7 +134,7 @@ class StageBench:
         return run_stacks([run], [context.param_ids])[0] if self.spans else run()
 
     def measures(self, rows: slice) -> dict[str, Tensor]:
-        """Return the measures of the stage for the blocks with the given indices."""
+        """Return what the method `measures` of the stage returns for the blocks with the given indices."""
         chosen = np.arange(self.blocks)[rows]
         nothing_written = torch.zeros(len(chosen), dtype=torch.bool)
         state = State(self.tensors, self.block, self.path, rows, nothing_written, Storage(self.encoded))

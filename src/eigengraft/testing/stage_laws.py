@@ -200,7 +200,9 @@ def rotating_all_gradients_rotates_the_direction(case: StageCase) -> None:
 
 
 def traits_follow_from_no_shape(case: StageCase) -> None:
-    """Traits that must not depend on the shape of the block are the same for the shape () and for every block."""
+    """`signals`, `lagged`, `entrywise`, `matrices`, `sums` and `learns` of a stage are the same for blocks of any
+    shape.
+    """
     for block in case.blocks:
         with on(block):
             for fact in ("signals", "lagged", "entrywise", "matrices", "sums", "learns"):

@@ -131,7 +131,11 @@ class AveragingBench(_Bench):
         return IterateBatch(self.parameters, self.slots, self.steps.copy(), lr, mask, peak_lr=_LR)
 
     def step(self, lr: float | Tensor = _LR, mask: Sequence[Tensor] | None = None, decay: float = 0.0) -> None:
-        """Run one step."""
+        """Update all parameters once, by random directions that follow from the number of the step.
+
+        mask: for each parameter, True if it is updated. None: all are.
+        decay: alpha in  W <- W - lr alpha W - lr U.
+        """
         if self.ran == 0:
             self.averaging.begin(self.batch(lr, mask))
         self.steps += 1
