@@ -266,7 +266,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def cached_traits(self, block: tuple[int, ...] = ()) -> Traits:
-        """Return the result of `traits` from a cache, which has one entry for each shape.
+        """Return `traits(block)`, the properties of the stage for blocks of one shape, from a cache.
 
         block: shape of the block; the default () for traits that do not depend on the shape.
         """
@@ -342,10 +342,11 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def due(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        """Return the blocks for which a refresh takes effect in this step, as spans (start, stop, first) of the stack.
+        """Return the blocks for which a refresh takes effect in this step, as spans (start, stop, first).
 
-        first: True at the first refresh of these blocks, which is never delayed. Without a delay these are the spans of
-        `asked`. With a delay of k, every later refresh takes effect k updates after it began.
+        A span is the blocks with the numbers start to stop - 1 among the N blocks of `context`. `first` is True at the
+        first refresh of these blocks, which is never delayed. With a delay of k, every later refresh takes effect k
+        updates after it began; without one, the result is that of `asked`.
         """
         if id(self) not in context.due:
             cadence = self.cadence()

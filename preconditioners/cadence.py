@@ -73,9 +73,12 @@ class Cadence(Component, ABC, family="cadence"):
         return None
 
     def steps_due(self, phases: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return for each phase the step of a period, 0 .. period - 1, at which blocks with this phase are due.
+        """Return at which of the steps 0 .. period - 1 blocks are due for a refresh.
 
         The method is called when blocks are assigned to ranks, and only for cadences with a period.
+
+        phases: for each block the fraction of a period, in [0, 1), after which it should be due. Phases differ, so that
+            refreshes are spread over all steps.
         """
         return np.zeros(len(phases), dtype=np.int64)
 
@@ -201,7 +204,7 @@ class Every(Cadence):
 
     def due_again(self, context: StepContext) -> NDArray[np.bool_] | bool:
         uniform = context.uniform
-        if uniform is not None:  # the common case: nothing is due, and no array is made
+        if uniform is not None:  # the common case: all blocks are at one step, in which none is due; no array is made
             staggered = self.stagger == "cost"
             if uniform % self.steps not in _steps_with_due_blocks(
                 context.phases.tobytes(), self.steps, self.offset, staggered
@@ -215,8 +218,10 @@ class Every(Cadence):
 
 
 def _steps_due(phases: NDArray[np.float64], steps: int, offset: int, staggered: bool) -> NDArray[np.int64]:
-    """Return for each phase the step of a period, 0 .. `steps` - 1, at which blocks with this phase are due.
+    """Return at which of the steps 0 .. `steps` - 1 of a period each block is due for a refresh.
 
+    phases: for each block the fraction of a period, in [0, 1), after which it is due.
+    steps: length of a period.
     offset: step at which blocks with the phase 0 are due.
     staggered: False if all blocks are due at the step of the phase 0, whatever their phases.
     """
@@ -227,9 +232,9 @@ def _steps_due(phases: NDArray[np.float64], steps: int, offset: int, staggered: 
 
 @lru_cache(maxsize=1024)
 def _steps_with_due_blocks(phases: bytes, steps: int, offset: int, staggered: bool) -> frozenset[int]:
-    """Return the set of steps of a period in which any of the blocks with these phases is due.
+    """Return the steps of a period in which `_steps_due` with these arguments lets any block be due for a refresh.
 
-    The arguments are those of `_steps_due`. The result is cached, because the phases are the same in every step.
+    The result is cached, because the phases are the same in every step.
     """
     return frozenset(_steps_due(np.frombuffer(phases), steps, offset, staggered).tolist())
 

@@ -149,12 +149,12 @@ def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
 def _cycled(x: Tensor, matrices: Mapping[int, Tensor], short: int) -> Tensor:
     """Return x multiplied by the matrix of every axis, without a copy of x for each axis.
 
-    The first axis of x is multiplied by its matrix M as X^T M^T, where X is x as a matrix with this axis as rows. The
-    product moves the axis to the end, so that the next axis becomes the first. This is repeated for all axes except the
-    last `short` axes, which are then at the front. They are multiplied there, and one copy of x moves them to the end
-    together.
+    The first axis of x is multiplied by its matrix M as X^T M^T, where X is x as a matrix with this axis as rows. In
+    the product this axis is the last one, and the next axis is the first. With `short` = 0 this is repeated for all
+    axes, which then are in their old order again.
 
-    short: number of axes at the end that are too short for the product X^T M^T; 0 for none.
+    short: number of axes at the end that are too short for such a product. After the products of all other axes they
+        are the first ones. They are multiplied there, and one copy of x moves them to the end.
     """
     order = sorted(matrices)
     for axis in order[: len(order) - short]:

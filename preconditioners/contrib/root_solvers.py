@@ -186,7 +186,7 @@ class NewtonDB(Coupled):
 
     def _step(self, state: Iterates, iteration: int) -> Iterates:
         y, z, zy = state
-        # rest is E - I. Products with it have smaller rounding errors than products with E, because it tends to 0
+        # products with this matrix, which tends to 0, have smaller rounding errors than those with (3 I - Z Y) / 2
         rest = (identity_like(zy) - zy) / 2
         y, z = y + self.times(y, rest), z + self.times(rest, z)
         return y, z, self.times(z, y)

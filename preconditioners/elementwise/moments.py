@@ -287,9 +287,11 @@ class RMS(Stage):
         )
 
     def _per(self, block: tuple[int, ...]) -> str:
-        """Return the value of `per` for blocks of this shape, with "longest" replaced by "row" or "column".
+        """Return of what there is one second moment: each "entry", "row" or "column" of a block of this shape, or
+        "block".
 
-        A vector has the value "entry" in place of "row" and "column".
+        This is the field `per`, with "longest" replaced by the longer one of rows and columns. Vectors have "entry" in
+        place of both.
         """
         if len(block) < 2 and self.per != "block":
             return "entry"
@@ -376,7 +378,7 @@ class LaggedRMS(Stage):
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
         v = state["v"]
-        weight = context.per_block(lambda step: 1 - self.beta * step.clamp_max(1), v)  # 1 while priming, at step 0
+        weight = context.per_block(lambda step: 1 - self.beta * step.clamp_max(1), v)  # 1 at first: v = g^2
         state["v"] = v.add_((gradient.square() - v) * weight)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:

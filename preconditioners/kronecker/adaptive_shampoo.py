@@ -113,12 +113,12 @@ class AdaptiveShampoo(Factored):
     def _decompose(self, state: State, axis: int, a: Tensor, due: tuple[Tensor, Tensor]) -> None:
         """Decompose the present statistic A of the due blocks, and store its eigenvectors and eigenvalues.
 
-        They replace those of S, the statistic at the last decomposition, and the damping becomes `eps`. Where the
+        They replace those of the last decomposition, and the damping of these blocks becomes `eps` again. Where the
         decomposition fails, nothing changes except the count of failures.
 
         a: A `[N, d, d]`.
-        due: (rows, mask). rows: indices of the blocks to decompose. mask: bool `[N]`, True for due blocks. Only due
-            blocks take the result. On a device `rows` has all blocks, because the host does not read the mask.
+        due: (rows, mask). rows: indices of the blocks to decompose. mask: bool `[N]`, True for due blocks. Results are
+            stored only for due blocks. On a device `rows` has all blocks, because the host does not read the mask.
         """
         rows, counts = due
         found, vectors, fine = eigh(a[rows])

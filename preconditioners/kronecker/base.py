@@ -31,8 +31,8 @@ class Factored(Stage):
 
     This matrix is in the slot `<matrix>.<i>` `[N, d, d]`, and is the identity before its first refresh. If the solver
     fails for a matrix, the matrix keeps its last value. The slot `failures.<i>` counts consecutive failures; a refresh
-    that succeeds resets the count. The matrix of a diagonal factor is stored as its diagonal `[N, d]`. If the stage is
-    inside the basis of another stage, this diagonal is transported when that basis changes.
+    that succeeds resets the count. The matrix of a diagonal factor is stored as its diagonal `[N, d]`. The stage may be
+    an inner stage of `eigenbasis`. When the basis of that stage changes, this diagonal is transformed to the new basis.
     """
 
     statistic: Statistic = Field(default=Gram(), description="statistic that each axis accumulates")
@@ -62,7 +62,7 @@ class Factored(Stage):
         return self.statistic.axes.of(block)
 
     def columns(self, d: int) -> int:
-        """Return the number of columns of the matrix of an axis. d is the length of the axis."""
+        """Return the number of columns of the root or basis of an axis of length d: d, unless a basis keeps fewer."""
         return d
 
     def solved_alike(self, block: tuple[int, ...], axis: int) -> Hashable:
@@ -165,7 +165,7 @@ class Factored(Stage):
         return self.statistic.estimate(state, axis, context, behind, self.cached_traits().lagged)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
-        if not self.statistic.sequential:  # for a sequential statistic, `observe` has refreshed each axis already
+        if not self.statistic.sequential:  # else `observe` has already refreshed each axis
             self.refresh_axes(state, self.factor_axes(state.block), context)
 
     def matrices(self, state: State) -> dict[int, Tensor]:
@@ -178,13 +178,12 @@ class Factored(Stage):
         Matrices of a group have equal shapes and equal keys `solved_alike`, and are not quantized. Only the matrices of
         the blocks that are refreshed now are in the stack.
 
-        To stack the matrices of several axes, they are copied. Axes are grouped only if the copies need no more memory
-        than other parts of a step: they may have at most as many entries as all blocks, refreshed or not.
+        To stack the matrices of several axes, they are copied. Axes are grouped only if all copies together have at
+        most as many entries as the blocks of the stack, so that copies need no more memory than other parts of a step.
 
-        If the size of a matrix is not a multiple of a cache line, the limit is the number of entries of the refreshed
-        blocks alone. Copies and limit are then both proportional to the number of refreshed blocks, so that the groups
-        do not depend on this number. This is necessary because the last bits of products with such matrices depend on
-        their addresses, so that other groups would change the results.
+        The last bits of products depend on the addresses of matrices whose size is no multiple of a cache line. For
+        these, the groups must not depend on the number of blocks that are refreshed now. So the copies may only have as
+        many entries as the refreshed blocks: both numbers grow alike.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:

@@ -95,10 +95,11 @@ def transport(slots: Iterable[ChainSlot], state: State, turns: Mapping[int, Turn
     slots: the slots of the chain, as `chain_slots` yields them.
     state: state of the chain; `state.block` is the shape of a block inside the chain.
     turns: the change of basis of each axis, with the rotation R.
-    how: the change of vectors (slots of frame "vector") and of squares (slots of frame "square", "row" or "column").
+    how: the change of vectors and of squares, as `Slot.frame` says: momenta are vectors ("vector"), second moments are
+      squares ("square", "row" or "column").
       exact: vectors are rotated, squares v become (R*R)^T v, with R*R the Hadamard square of R.
       marginals: the same as exact; the caller then calls `fit_second_moments`.
-      permute: vectors are rotated, squares are reordered by the order of each turn.
+      permute: vectors are rotated, squares are only reordered, as the columns of the basis (`Turn.order`).
       none: no slot changes.
     """
     turns = {axis: turn for axis, turn in turns.items() if how != "none" and not turn.stays}
@@ -143,7 +144,12 @@ def _reordered(x: Tensor, turns: Mapping[int, Turn]) -> Tensor:
 
 
 def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
-    """Raise ValueError if a chain has state or signals that cannot be transported when the basis around it changes."""
+    """Raise ValueError for stages that cannot be inside a basis that changes.
+
+    Their statistics, or the inputs beside the gradient that they request (signals), have no form in another basis.
+
+    path: path of the chain in the recipe.
+    """
     for here, name, slot in chain_slots(stages, (2, 2), path):
         if slot.frame == "none" and slot.role in ("statistic", "root", "basis", "pending"):
             raise ValueError(
@@ -247,7 +253,7 @@ def fit_second_moments(
 def _moments(
     slots: Iterable[ChainSlot], state: State
 ) -> tuple[list[tuple[State, str]], list[tuple[State, dict[str, Slot]]]]:
-    """Return (first, second), the first and the second moments of a chain in a basis.
+    """Return (first, second): the slots of a chain that are first moments, and those that are second moments.
 
     first: (state of the stage, name of the slot) of each first moment.
     second: (state of the stage, slots by name) of each second moment. A factored second moment has two slots.
@@ -310,10 +316,8 @@ def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_
 
 
 def _unmet_condition(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:
-    """Return a text about the first condition of `transport: marginals` that does not hold, with the value found
-    instead.
-
-    Return None if all conditions hold.
+    """Return a text about the first reason why second moments cannot be fitted to the statistic at a change of basis
+    (`transport: marginals`). Return None if they can.
     """
     decay = statistic.decay_of_squares
     if decay is None:

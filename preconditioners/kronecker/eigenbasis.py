@@ -244,7 +244,7 @@ class Eigenbasis(Factored, DelayedRefresh):
 
         Return (the old bases, the result of the solver, a function for the diagonal of Q^T A Q or None).
         """
-        # without a slow mean the estimate is a multiple of the stored factor, and such a solver returns the same basis
+        # without a slow mean the estimate is a multiple of the stored factor, and this solver ignores such multiples
         stored = self.solver.unit_free and self.statistic.slow is None
         old = joined([state[f"basis.{axis}"] for axis in axes])
         a = (state[f"factor.{axis}"] if stored else self.estimate(state, axis, context) for axis in axes)
@@ -271,7 +271,7 @@ class Eigenbasis(Factored, DelayedRefresh):
     def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
         """Compute the new bases of several axes, whose matrices have the same shape, as one stack.
 
-        Return for each axis the four values of `_Solved`.
+        Return for each axis the change of basis, and with it success, attempt and diagonal, as in `_Solved`.
         """
         parts = len(axes)
         old, found, diagonal = self._computed(state, axes, context)

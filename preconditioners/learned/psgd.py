@@ -170,13 +170,13 @@ gradient.
 
 
 class FactorStep(NamedTuple):
-    """The functions of one `form` of the step of a factor, with symbols as in `PSGD`.
+    """How the factors of PSGD's preconditioner are updated in one of the forms that the field `form` names.
 
-    terms: function of the factors, the damped gradient h and the probe v. It returns (size, terms). `terms` has for
-        each axis the two terms whose difference is the descent direction T. They are divided by size^2, so that they do
-        not overflow. No entry of the tensors A and B, from which the terms are computed, is larger than `size` `[N]`.
-    move: function of a factor and of m T / L, with m the step size and L a bound of the size of T. It returns the
-        updated factor.
+    terms: function of the factors, the damped gradient h and the probe v (a random tensor). It returns (size, terms):
+        for each axis the two terms whose difference is the descent direction T of its factor, divided by size^2 `[N]`,
+        so that they do not overflow.
+    move: function of a factor and of its step m T / L, with m the step size and L a bound of the size of T. It returns
+        the updated factor.
     probed: True if the terms need the probe v.
     """
 
@@ -213,8 +213,7 @@ def triangular_move(q: Tensor, t: Tensor) -> Tensor:
 
 
 def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
-    """Return (size, terms) as the field `terms` of `FactorStep`: A A^T and (n / d) I for each axis, for A = P h and P =
-    Q Q.
+    """Return (size, terms) with the terms A A^T and (n / d) I of each axis, for A = Q Q h.
 
     Q is the product of the factors, n the number of entries of a block, and d the length of the axis. size `[N]` is the
     largest entry of A, but at least 1. The terms are divided by size^2, so that they do not overflow.

@@ -27,9 +27,10 @@ and of inputs for axis 1.
 
 
 class SIRF(LearnedFactors):
-    """P d  with P = K_1 K_1^T x ... x K_k K_k^T, stored as the K_i;  P tends to (E[B g g^T] + damping I)^(-1)
+    """P d  with P = K_1 K_1^T (x) ... (x) K_k K_k^T, stored as the K_i;  P tends to (E[B g g^T] + damping I)^(-1)
 
-    g is the gradient, d the direction, B the batch size, and x_i the product along axis i. d_i is the length of axis i,
+    (x) is the Kronecker product, and x_i the product of a tensor with a matrix along axis i. g is the gradient, d the
+    direction, and B the batch size. d_i is the length of axis i,
     n the number of entries of a block, a = momentum, and b = lr_preconditioner. H_i is the unfolding along axis i of
     H = sqrt(B) g x_1 K_1^T ... x_k K_k^T. A refresh updates the factor K_i and its momentum m_i for each axis i:
 
@@ -41,10 +42,10 @@ class SIRF(LearnedFactors):
     Therefore P g is proportional to 1 / g, and learning rates are in other units than Adam's.
 
     With `moments: layer` E[g g^T] is approximated as in K-FAC (SINGD, Lin et al. 2024, arXiv:2312.05705, figure 4). For
-    a layer `y = W x`, U is the mean of x x^T over its inputs x (signal `activation_gram`), and G the mean of u u^T over
-    the gradients u with respect to the outputs y (signal `output_gradient_gram`). Then H_1 = K_1^T G K_1, H_2 = K_2^T U
-    K_2, and d_i / n H_i H_i^T is replaced by B tr(H_j) / d_j H_i, where j is the other axis. The signals are collected
-    in every step in which a refresh may be due. With `stagger: none` there are few such steps.
+    a layer with the weight W, U is the mean of a a^T over its inputs a (signal `activation_gram`), and G the mean of
+    u u^T over the gradients u with respect to its outputs W a (signal `output_gradient_gram`). Then H_1 = K_1^T G K_1,
+    H_2 = K_2^T U K_2, and d_i / n H_i H_i^T is replaced by B tr(H_j) / d_j H_i, where j is the other axis. The signals
+    are collected in every step in which a refresh may be due. With `stagger: none` there are few such steps.
     """
 
     kind: Literal["sirf"] = "sirf"

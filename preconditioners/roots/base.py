@@ -80,9 +80,7 @@ Diagonal = Callable[[Tensor], Tensor]
 
 
 class MatrixSolver(Schedulable):
-    """Hooks of root solvers and of basis solvers for `by_device`, which replaces a solver by a faster one with an
-    equal result.
-    """
+    """Base class of root solvers and basis solvers, by which `by_device` finds a faster solver with an equal result."""
 
     @classmethod
     def equal_to(cls, other: MatrixSolver, dtype: torch.dtype) -> Self | None:

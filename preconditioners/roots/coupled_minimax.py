@@ -121,7 +121,7 @@ class CoupledMinimax(Iterative):
 
 @lru_cache(maxsize=256)
 def polynomials(p: int, low: float, unit: float) -> tuple[Polynomial, ...]:
-    """Return the polynomials of all steps, until the smallest eigenvalue of M is within 16 `unit` of 1.
+    """Return the polynomial of each step. The iteration M <- f(M)^p M from M = C ends when M is I up to 16 `unit`.
 
     p: the root is C^(-1/p).
     low: lower bound of the eigenvalues of C, which are at most 1.
@@ -165,7 +165,7 @@ def minimax(p: int, low: float) -> tuple[Polynomial, float]:
         first = (v[1] - v[0]) / s[1]
         square = ((v[2] - v[1]) / (s[2] - s[1]) - first) / s[2]
         linear = first - square * s[1]
-        # x^(1/p) f(x) has an extremum where its derivative is 0, which is where f / p + x f' = 0
+        # the extrema of x^(1/p) f(x) are where width (f / p + x f') = two s^2 + one s + none is 0
         two, one, none = (
             width * square * (1 / p + 2),
             width * linear * (1 / p + 1) - 2 * square,

@@ -95,8 +95,7 @@ class Iterative(RootSolver):
 
         c: C `[N, d, d]`, scaled matrices that contain the ridge.
         exponent: e.
-        ridge: lower bound of r / s, where r is the ridge in units of A, and s is the size of A, measured by `scaling`.
-            It is 0 if the host does not know r / s.
+        ridge: lower bound of the eigenvalues of C that follows from the ridge. It is 0 if the host knows no bound.
         """
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:

@@ -147,9 +147,10 @@ class _Whitening(NamedTuple):
         return left, left if pair[1] is pair[0] and self.right is self.left else self._along(pair[1], self.right, axis)
 
     def _along(self, x: Tensor, matrix: Tensor | None, axis: int) -> Tensor:
-        """Return x multiplied along the axis by `matrix`, and by the number `half` of each block.
+        """Return x multiplied along the axis by `matrix`, and by the field `half`.
 
-        Blocks whose power is not known are multiplied by `half` alone. If the axis has no factor, x is returned.
+        Blocks in which the power of the factor is not known are multiplied by `half` alone. If the axis has no factor,
+        x is returned.
 
         matrix: the field `left` or `right`; None if the power is a multiple of the identity.
         """

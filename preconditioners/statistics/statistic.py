@@ -313,7 +313,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def sequential(self) -> bool:
-        """True if each axis is observed and refreshed before the next axis is observed (Gauss-Seidel)."""
+        """True if the axes take turns (Gauss-Seidel): the factor of an axis is updated and its root or basis computed,
+        before the factor of the next axis is updated.
+        """
         return False
 
     @property
@@ -416,7 +418,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
             for name, decay in self._means(axis).items():
                 factor = state[name]
                 if self.precision != "input" and factor.ndim == 3:
-                    given = given.multiplied()  # multiplies once: with a slow mean, the second pass changes nothing
+                    given = given.multiplied()  # once: in the second round of this loop it is multiplied already
                 state[name] = self._accumulate(factor, given, decay, now)
 
     def _accumulate(self, factor: Tensor, contribution: Contribution, decay: float, now: Tensor | None) -> Tensor:
