@@ -469,8 +469,10 @@ class Record:
 
     @property
     def ended_by_fault(self) -> bool:
-        """True if a recorded fault ended the run: the run has no result or, if it is imported, its last training or
-        validation loss is not finite.
+        """True if a recorded fault ended the run: the run has no result.
+
+        A run that another training loop logged (`imported`) always has a result. For it, the last training or
+        validation loss must not be finite.
         """
         return self.fault is not None and (ends_lost(self.run.rows) if self.imported else not self.run.result)
 
@@ -516,7 +518,7 @@ class Record:
 
     @property
     def quarters(self) -> list[float]:
-        """Median loss of each quarter of the rows. With fewer than four rows, the loss of each row."""
+        """Median loss in each quarter of the run. With fewer than four logged losses, each of them."""
         losses = self.losses
         size = max(1, len(losses) // 4)
         ends = range(len(losses), max(0, len(losses) - 4 * size), -size)
@@ -673,7 +675,7 @@ def _rounded(factor: float) -> str:
 
 
 def _advised(record: Record, factor: float) -> str:
-    """Return a clause with the learning rate that the factor gives; "" if the rate of the run is not known."""
+    """Return a clause with the learning rate of the run times `factor`; "" if the rate of the run is not known."""
     return f", to {_rounded(record.rate * factor)}" if record.rate else ""
 
 
@@ -685,10 +687,10 @@ def _of_recipe(record: Record) -> str:
 
 
 def _further(record: Record) -> str:
-    """Return further advice against a learning rate that is too high, without settings that the run has.
+    """Return further advice against a learning rate that is too high: warm-up and clipping, if the run has neither yet.
 
-    If another training loop logged the run, it has none of the settings of an experiment. Clipping is advised only if
-    updates grow with gradients.
+    Clipping is advised only if updates grow with gradients. Of a run that another training loop logged, the settings
+    are not known.
     """
     config = record.run.config
     if record.imported:
@@ -821,7 +823,8 @@ def _of_fault(record: Record) -> Iterator[Finding]:
 
 
 def _extent(record: Record, fault: Fault) -> str:
-    """Return a clause that says in how many rows of an imported run a loss is not finite, and if it is finite again.
+    """Return a clause about an imported run: in how many of its logged rows a loss is not finite, and if it is finite
+    again later.
 
     fault: the first loss that is not finite. The clause is appended to the text of this fault, which names its step.
     """
@@ -1019,7 +1022,10 @@ def _layer(parameter: str) -> str:
 
 
 def _is_stalled(record: Record) -> bool:
-    """Return True if neither training loss nor validation loss has fallen, and False for fewer than four rows."""
+    """Return True if neither training loss nor validation loss has fallen in the run.
+
+    Return False if fewer than four losses were logged.
+    """
     evaluations, first, last = record.numbers("val_loss"), record.first_loss, record.last_loss
     if first is None or last is None or first <= 0 or len(record.losses) < 4:
         return False

@@ -47,7 +47,7 @@ def is_lost(row: Mapping[str, Any], column: str) -> bool:
 
 
 def rows_with(rows: Sequence[Mapping[str, Any]], column: str) -> list[Mapping[str, Any]]:
-    """Return the rows in which a loss was logged, as a finite value or not."""
+    """Return the rows in which the loss of a column, "loss" or "val_loss", was logged, as a finite value or not."""
     return [row for row in rows if row.get(column) is not None or is_lost(row, column)]
 
 

@@ -181,7 +181,11 @@ class BasisBench(MatrixBench):
 
 
 def _quality(a: Tensor, q: Tensor) -> Row:
-    """Return the columns of a row that compare a basis with the eigenvectors of the statistic."""
+    """Return, by column of the results, how far a basis is from the eigenvectors of a statistic.
+
+    a: the statistics A `[N, d, d]`.
+    q: the bases Q `[N, d, r]` to measure.
+    """
     a, q = a.double(), q.double()
     rotated = q.mT @ a @ q
     diagonal = rotated.diagonal(dim1=-2, dim2=-1)

@@ -44,7 +44,7 @@ def defaults(family: type[Component], preferred: Iterable[Declaration]) -> tuple
 
 
 def kind_alone(kind: str) -> Declaration:
-    """Return the declaration of a kind without further fields."""
+    """Return the declaration of a component by its kind alone, `{"kind": kind}`, with the defaults of all fields."""
     return {"kind": kind}
 
 
@@ -70,7 +70,10 @@ def default_members(
 
 
 def kinds_as(usual: Callable[[str], Declaration]) -> BeforeValidator:
-    """Return a validator that replaces the name of a kind by the declaration `usual(kind)`."""
+    """Return a pydantic validator of a list of components, which replaces each plain kind by `usual(kind)`.
+
+    usual: function from a kind, such as "eigh", to the declaration with which a bench measures it.
+    """
     return BeforeValidator(
         lambda value: tuple(usual(item) if isinstance(item, str) else item for item in listed(value))
     )
@@ -160,8 +163,8 @@ class Problem:
     """A problem on which every candidate is measured.
 
     fields: names and values that each row of this problem contains.
-    make: function that computes the object on which candidates are measured. It returns None if the problem has no
-        rows, for example because its size is larger than that of the recorded factors.
+    make: function that computes the object on which candidates are measured, such as a stack of matrices. It returns
+        None if the problem cannot be made, and is then left out.
     """
 
     fields: Mapping[str, Any]
@@ -220,7 +223,10 @@ class Bench(Component, ABC, family="bench"):
         return None
 
     def reference(self, given: Any) -> Iterable[Row]:
-        """Return rows that are about a problem and no candidate, such as the best possible value."""
+        """Return rows of the results that belong to a problem and to no candidate, such as the best possible value.
+
+        given: the object that `Problem.make` returned.
+        """
         return ()
 
     def notes(self, rows: Sequence[Row]) -> list[str]:
@@ -241,7 +247,7 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def contenders(self) -> tuple[Any, ...]:
-        """Return the candidates. The name of their field differs between benches (`candidate_field`)."""
+        """Return the candidates: the value of the field of this bench that `candidate_field` names."""
         found: tuple[Any, ...] = getattr(self, self.candidate_field)
         return found
 
@@ -252,7 +258,7 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def cells(self) -> int:
-        """Return the number of lists that `cell_by_cell` yields."""
+        """Return the number of measurements that `cell_by_cell` yields, for a display of progress."""
         own = type(self).cells_of is not Bench.cells_of
         return len(self.problems()) * (1 if own else len(self.contenders()))
 

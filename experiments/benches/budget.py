@@ -84,10 +84,10 @@ class BudgetBench(DampedBench):
         ]
 
     def _layers(self) -> dict[str, list[list[Tensor]]]:
-        """Return by name of a layer its factors (accumulated statistics) in the last steps (`LayerFactors.histories`).
+        """Return by name of a layer its factors (accumulated statistics), each in several steps, the last step first.
 
-        The factor of `interval - 1` steps before the present step is the oldest from which the root in use may have
-        been computed, if roots are refreshed at this interval.
+        For each interval the factor of `interval - 1` steps before the last is among them: with a root every `interval`
+        steps, the root in use was computed from this factor or a newer one.
         """
         found: dict[str, list[list[Tensor]]] = {}
         if self.record is not None:

@@ -39,7 +39,10 @@ FILE = Path(__file__).with_name("recorded.npz")
 
 @cache
 def recorded_factors() -> Tensor:
-    """Return all recorded factors `[N, 64, 64]` in float32, in the order of training. Cached: do not write into it."""
+    """Return Shampoo's factors `[N, 64, 64]` in float32 that `record_factors.py` recorded in a training, in its order.
+
+    The result is cached: do not write into it.
+    """
     with np.load(FILE) as file:
         triangles = torch.from_numpy(np.stack([file[name] for name in sorted(file.files) if name != "made"]))
     d = int((2 * triangles.shape[1]) ** 0.5)
@@ -115,7 +118,7 @@ class Clustered(Synthetic):
     share: float = Field(2 / 3, gt=0, lt=1, description="share of the eigenvalues in the upper cluster")
 
     def eigenvalues(self, d: int) -> Tensor:
-        upper = max(1, min(round(self.share * d), d - 1))  # at least one in each cluster
+        upper = max(1, min(round(self.share * d), d - 1))  # at least one eigenvalue in each cluster
         values = torch.full((d,), 1 / self.ratio, dtype=torch.float64)
         values[:upper] = 1
         return values
@@ -400,12 +403,12 @@ class OwnMatrices(Bench, ABC):
         return self.record is not None
 
     def recommended(self, where: Callable[[Row], str], **fields: Any) -> list[Recommendation]:
-        """Return a list with one rule for recommendations, which gives a line for each problem (see `Recommendation`).
+        """Return a list with one rule that recommends a candidate for each problem, such as a size and a dtype.
 
-        If the matrices are the user's own, the rule gives a line for each problem of each layer.
+        If the matrices are the user's own, it recommends one for each problem of each layer.
 
-        where: function from a row to the name of its problem, without the layer.
-        fields: other fields of the `Recommendation`.
+        where: function from a row of the results to the name of its problem, without the layer.
+        fields: other fields of the rule (`Recommendation`).
         """
         named = (lambda row: f"{row[self.layer_field]}: {where(row)}") if self.own else where
         return [Recommendation(named, **fields)]
@@ -459,7 +462,9 @@ class MatrixBench(OwnMatrices, ABC):
         return self.checkpoint is not None or self.record is not None
 
     def sources(self) -> list[MatrixSource]:
-        """Return the sources: each spectrum in each size, or each factor of the user's own layers."""
+        """Return where test matrices come from: each spectrum in each size, or the statistics of each of the user's own
+        layers (`checkpoint`, `record`).
+        """
         if not self.own:
             return [
                 MatrixSource(label(spectrum), d, partial(spectrum.stack, self.count, d, self.seed), spectrum)
@@ -481,7 +486,7 @@ class MatrixBench(OwnMatrices, ABC):
 
         error: column of the rows that has the error.
         y: label of the vertical axis.
-        same, band: fields of `Panel`.
+        same, band: fields of `Panel`, the description of one half of a figure.
         """
         swept = {label(spectrum) for spectrum in self.spectra if isinstance(spectrum, Geometric)}
         keep = bool if self.own else (lambda row: row["spectrum"] in swept)
@@ -505,5 +510,5 @@ class DampedBench(MatrixBench, ABC):
         return ridge
 
     def damped(self, a: Tensor) -> Tensor:
-        """Return A + r I for matrices whose largest eigenvalue is 1."""
+        """Return A + r I, with r the field `ridge`, for matrices A whose largest eigenvalue is 1."""
         return a + self.ridge * torch.eye(a.shape[-1], dtype=a.dtype)

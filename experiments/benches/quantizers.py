@@ -96,7 +96,9 @@ def _known(declared: Declaration) -> bool:
 
 
 def role_of(quantizer: Quantizer, size: int, roles: Iterable[Role]) -> Role | None:
-    """Return the first role in which the quantizer stores a matrix of this size, or None if there is none."""
+    """Return the first role (use of a matrix, such as "statistic" or "basis") for which the quantizer stores matrices
+    of this size. Return None if there is none.
+    """
     return next((role for role in roles if quantizer.unsupported(Slot((size, size), role=role)) is None), None)
 
 
@@ -110,11 +112,11 @@ class QuantizerBench(DampedBench):
     decoded root.
 
     Each matrix is encoded `writings` times, each time over the previous codes, because the format `eigen` is made for
-    matrices that change slowly. A single decoding is measured, which error feedback makes less accurate. It makes the
-    mean of many decodings more accurate.
+    matrices that change slowly. The last decoding is measured. Error feedback makes a single decoding less accurate,
+    and only the mean of many decodings more accurate, so that its errors look too large here.
 
-    A quantizer that is declared without `min_elements` has the value 1. Times do not depend on the values of a matrix,
-    and are measured once for each size and dtype.
+    `min_elements` of a quantizer is 1 here if its declaration does not set it. Times do not depend on the values of a
+    matrix, and are measured once for each size and dtype.
     """
 
     kind: Literal["quantizers"] = "quantizers"
@@ -307,8 +309,9 @@ class StorageProblem:
     times: dict[Any, dict[str, float]]
 
     def condition(self) -> float:
-        """Return the condition number of A; infinity if the smallest eigenvalue is below the rounding errors of
-        float64.
+        """Return the condition number of the matrices A `[N, d, d]` to store, the worst of the N.
+
+        It is infinite if the smallest eigenvalue is below the rounding errors of float64.
         """
         low, high = self.values.amin(-1), self.values.amax(-1)
         rounding = self.a.shape[-1] * torch.finfo(torch.float64).eps * high
@@ -319,7 +322,7 @@ class StorageProblem:
         return self.root(self.a) if role == "root" else self.a
 
     def to_store(self, role: Role) -> Tensor:
-        """Return the tensor that the quantizer encodes in a role: A, V or the root."""
+        """Return the tensor to encode: the eigenvectors of A for the role "basis", its root for "root", else A."""
         x = self.vectors if role == "basis" else self.exact(role)
         return x.to(self.device, self.dtype)
 
@@ -344,7 +347,9 @@ class StoredStack:
     step: int = 0
 
     def encode(self) -> Encoded:
-        """Replace the stored codes by those of a tensor x, with random numbers as the optimizer draws them."""
+        """Return new codes of the stack `x`, encoded over the present ones, with random numbers as the optimizer draws
+        them.
+        """
         seeds = torch.arange(len(self.x), device=self.x.device) + self.seed
 
         def draw(like: Tensor, purpose: str) -> Tensor:
@@ -365,7 +370,7 @@ class StoredStack:
         return self.quantizer.decode(self.codes or {}, Slot(tuple(self.x.shape[1:]), role=self.role), self.x.dtype)
 
     def traffic_over_copy(self) -> float:
-        """Return the bytes that one encoding reads and writes, divided by those of a copy of x."""
+        """Return the bytes that one encoding reads and writes, divided by those that a copy of the stack `x` does."""
         return (self.x.nbytes + self.code_bytes()) / (2 * self.x.nbytes)
 
     def bytes_per_entry(self) -> float:

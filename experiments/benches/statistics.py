@@ -103,7 +103,11 @@ def gains(held_out: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def gain_error(held_out: Tensor, left: Tensor, right: Tensor) -> float:
-    """Return the gain error: the median of |log10 gain| over the m n gains that `gains` computes (Liu et al. 2026)."""
+    """Return the gain error (Liu et al. 2026): the median of |log10 gain| over the m n eigenvectors of the statistic.
+
+    The gain of an eigenvector is 1 if the statistic estimates the size of new gradients along it exactly. See `gains`,
+    which has the same arguments.
+    """
     return float(gains(held_out, left, right).abs().median())
 
 

@@ -224,10 +224,13 @@ _AXES = '.statistic.axes={"max_size": 1024, "vectors": false}'
 
 
 def _recipe(recipe: str, stage: str, maths: str, *changes: str) -> StepCase:
-    """Return a candidate whose recipe computes the same as optimizers of other libraries with the algorithm `maths`.
+    """Return a recipe to measure beside the optimizers of other libraries that have the algorithm `maths`.
 
-    Parameters are not split or merged, long axes and vectors have no factor, and refreshes are spread over all steps of
-    an interval.
+    Its settings are made equal to theirs: parameters are not split or merged, long axes and vectors have no factor, and
+    refreshes are spread over all steps of an interval.
+
+    stage: path in the recipe of the stage that has the statistic.
+    changes: further overrides of the recipe.
     """
     refresh = (f"{stage}.refresh.steps={INTERVAL}", f"{stage}.refresh.min_wave_work=1")
     same = ("routes=[]", "blocking={}", f"{stage}{_AXES}", *refresh, *changes)

@@ -207,7 +207,10 @@ class KernelTotals(NamedTuple):
 
 
 def kernels(contender: Contender, gradients: Sequence[Tensor]) -> KernelTotals | None:
-    """Return the kernels of one step by torch's profiler, without copies and fills; None on a CPU."""
+    """Make one step, and return the number and time of its kernels by torch's profiler, without copies and fills.
+
+    Return None on a CPU.
+    """
     give(contender, gradients)
     if not _on_cuda(gradients):
         return None

@@ -138,7 +138,7 @@ def _searched_text(what: str, row: Sequence[str]) -> str:
 def _nothing_found(what: str, sought: Sequence[str], lists: Iterable[str]) -> ValueError:
     """Return the error about words that no entry of a list contains, with the headings of the list.
 
-    what: the list, or the first word if all lists were searched.
+    what: first argument of the command. It names a list, or is a word that was sought in all lists.
     lists: arguments that name a list.
     """
     missing = f"list: no entry{f' of {what}' if what in lists else ''} contains {' and '.join(sought)}"

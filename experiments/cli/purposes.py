@@ -232,7 +232,10 @@ _SHOWN = 3
 
 @cache
 def goals() -> tuple[Goal, ...]:
-    """Return the recipes for each goal, chosen by their numbers on the laptop track.
+    """Return recipes for each goal of a user, such as "least memory", by their measured results on five small tasks.
+
+    These tasks are the laptop track (papers/laptop_track/).
+
 
     Recipes whose batches were split into micro-batches on the track are not considered. They work only in training
     loops that make several backward passes in each step.

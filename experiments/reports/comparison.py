@@ -195,7 +195,7 @@ class ComparisonPanel:
 
     @cached_property
     def leaders(self) -> list[ComparisonRow]:
-        """The best row, and the rows that are not significantly worse; see `leaders`. Empty without a best row."""
+        """The row with the best mean, and the rows that are not significantly worse. Empty without a best row."""
         return [] if self.best is None else leaders(self.rows, self.metric)
 
     @cached_property
@@ -358,11 +358,11 @@ def swept(records: Records) -> Records:
 
 
 def sweeps(records: Records) -> dict[str, list[Curve]]:
-    """Return, by title of a figure, the curves of the final metric over the labels of the compared axis.
+    """Return curves of the final metric over a compared setting that is a number, such as the learning rate.
 
-    A panel is one curve. Panels whose labels differ only on the last axis share a figure. Returns {} unless the
-    compared axis has at least two labels and all are numbers. Diverged runs leave a gap, and rows without a finished
-    run are left out.
+    The result has the curves of each figure, by its title. A figure has one curve for each method (label of the last
+    other axis), and there is one figure for each combination of the remaining settings. Diverged runs leave a gap, and
+    values without a finished run are left out. Return {} unless at least two values are compared, all of them numbers.
     """
     panels = compare(records)
     numbers = _numbers(panels)
@@ -400,11 +400,11 @@ def _numbers(panels: Sequence[ComparisonPanel]) -> dict[str, float]:
 
 
 def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[ComparisonPanel]]]:
-    """Return (headings, panels) for each group of two or more panels that differ only in their method.
+    """Return the panels that compare the same numbers, such as learning rates, for several methods, in groups.
 
-    The rows of a panel are the labels of the compared axis, such as learning rates. The method of a panel is its label
-    on the last of the other axes. `headings` are the labels on the remaining axes, which the panels have in common.
-    Returns [] unless the compared axis has at least two labels, all of which are numbers.
+    Each item is (headings, panels). The panels of a group, two or more, differ only in their method, the label on the
+    last axis that is not compared. `headings` are their labels on all other axes. Return [] unless at least two labels
+    are compared, all of them numbers.
     """
     panels = compare(records)
     groups = group_by((panel for panel in panels if panel.labels), lambda panel: panel.headings[:-1])
@@ -485,7 +485,7 @@ def _methods(records: Records) -> str:
 
 
 def _baseline_method(records: Records) -> str:
-    """Return the first method, the baseline of comparisons of methods at their best. Its runs are the first."""
+    """Return the method with which others are compared, each at its best learning rate: that of the first run."""
     axis = _methods(records)
     return named(axis, records.runs[0].labels[axis]) if axis else ""
 
@@ -517,8 +517,9 @@ def _panels(conditions: Sequence[tuple[str, ...]]) -> str:
 def tuning_curves(records: Records) -> dict[tuple[str, str], list[Curve]]:
     """Return, by (field, title of the panel), curves of the mean metric against the values that a search tried.
 
-    The curve of the baseline is the first. A value has its best result over all values of other fields. Diverged values
-    are crosses. Values whose runs were stopped early are left out. A field without three positive numbers has no curve.
+    The curve of the baseline is the first. If a search varied several fields, a value is drawn with the best result
+    that any run with this value had. Diverged values are crosses. Values whose runs were stopped early are left out. A
+    field without three positive numbers has no curve.
     """
     cells = {cell_name(run.labels): run.labels for run in records.runs}
     tuned = {one.cell: cells.get(one.cell, {}).get(records.compare, one.cell) for one in records.tuned}

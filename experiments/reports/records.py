@@ -417,7 +417,7 @@ class Records:
 
     @cached_property
     def axes(self) -> dict[str, list[str]]:
-        """Labels of each axis, in the order of the runs."""
+        """Labels of each axis (setting that a study varies, such as "recipe"), in the order of the runs."""
         pairs = dict.fromkeys(pair for run in self.runs for pair in run.labels.items())
         return {axis: [label for other, label in pairs if other == axis] for axis, _ in pairs}
 
@@ -452,7 +452,10 @@ class Records:
         return next((one.edges.get("lr", "") for one in self._searches(labels)), "")
 
     def tuned_values(self, labels: Mapping[str, str]) -> Mapping[str, Any]:
-        """Return the values that a search found for a cell, by dotted path. Empty if nothing was tuned."""
+        """Return the values that a search found for the runs with these labels, by dotted path of the field.
+
+        The result is empty if nothing was tuned.
+        """
         return next((one.values for one in self._searches(labels)), {})
 
     def _searches(self, labels: Mapping[str, str]) -> Iterator[TunedCell]:
@@ -685,7 +688,7 @@ def _kept_apart(runs: Iterable[Run], directory: Path) -> tuple[Run, ...]:
 
 
 def _seed_in_row(run: Run) -> tuple[object, ...]:
-    """Return the labels, variant and seed of a run. In one row of a table every run has another seed."""
+    """Return a key that two runs in the same row of a table must not share: its labels, variant and seed."""
     return (*run.labels.items(), run.variant, run.seed)
 
 

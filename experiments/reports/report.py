@@ -126,7 +126,10 @@ def internals(panel: ComparisonPanel, width: float = Look.width) -> Figure | Non
 
 
 def _curves(panel: ComparisonPanel, measure: str) -> list[Curve]:
-    """Return the quartiles of a measure over parameters and seeds at each step, a curve for each row with values."""
+    """Return a curve for each compared label: the quartiles of a measure over parameters and seeds at each step.
+
+    Labels whose runs did not record the measure are left out.
+    """
     found = []
     for row in panel.rows:
         values: dict[int, list[float]] = {}
@@ -348,10 +351,10 @@ class Report:
         return final, tuning
 
     def _of_panel(self, panel: ComparisonPanel) -> list[Drawing]:
-        """Return all figures of a panel.
+        """Return all figures of one comparison (panel).
 
-        The metric is drawn along each quantity of `x`. The training loss, the accuracy and the metrics `val.NAME` are
-        drawn only along the first quantity.
+        The metric is drawn against each quantity of the argument `x` of the report, such as steps and seconds. Training
+        loss, accuracy and the metrics `val.NAME` are drawn only against the first of these quantities.
         """
         found: list[Drawing] = []
         drawn = [(panel.metric, along) for along in self.x if _recorded(self.records, along)]

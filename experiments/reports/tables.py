@@ -316,7 +316,10 @@ _LATEX = {
 
 
 def write_tables(records: Records, folder: Path) -> None:
-    """Write tables.md and tables.tex with a table for each panel that has started. LaTeX needs the package booktabs."""
+    """Write tables.md and tables.tex with a table for each comparison in which a run has started.
+
+    LaTeX needs the package booktabs.
+    """
     panels = [panel for panel in all_panels(records) if panel.begun]
     grid = grid_of(records)
     tables = [*([] if grid is None else [grid]), *(panel_table(panel, records) for panel in panels)]
@@ -389,7 +392,7 @@ def _tabular(columns: Sequence[tuple[list[str], list[TableCell]]]) -> str:
 
 
 def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
-    """Return the table of a panel, with a row for each of its labels."""
+    """Return the table of one comparison, with a row for each compared label, such as each recipe."""
     base, target, sign, form = panel.baseline, records.target, busy_sign(panel), panel_format([panel])
     begun = [row for row in panel.rows if row.label in panel.configs]
     rates_are_titles = panel.axis == records.rates and all(_labeled_rate(row, panel, records) for row in begun)

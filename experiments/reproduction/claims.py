@@ -108,7 +108,7 @@ class PaperClaim(CellPair):
 
 
 class PaperClaims(Component):
-    """The claims of a folder of papers/."""
+    """Statements of a paper that studies in its folder under papers/ test, as the file claims.yaml declares them."""
 
     paper: str = Field(min_length=1, description="authors, year, title and number of the paper")
     claims: dict[str, PaperClaim] = Field(min_length=1, description="claims by name")
@@ -176,9 +176,11 @@ class StudyResults:
 
 
 def collect_results(directory: Path) -> dict[str, Any]:
-    """Return the compact results of the finished runs under `directory`.
+    """Return the results of the finished runs under `directory`, in the form in which a paper's folder keeps them.
 
-    Raises ValueError if a run is not finished, or if runs of one cell differ in configuration, code or data.
+    This form has a few numbers for each run, the date, the machine and the versions.
+
+    Raises ValueError if a run is not finished, or if runs with the same labels differ in configuration, code or data.
     """
     records = read_records(directory)
     if records.apart:
@@ -418,9 +420,10 @@ def _by_seed(claim: PaperClaim, pair: CellPair, results: StudyResults) -> dict[i
 
 
 def _fitted(pairs: list[tuple[ResultRow, ResultRow]]) -> float:
-    """Return the logarithm of `fitted_steps_ratio` for the runs of one seed.
+    """Return the logarithm of the ratio of steps that two methods need for the same loss, by curves fitted to their
+    runs.
 
-    pairs: a run of a cell and the run of the partner of this cell, for each length of a run.
+    pairs: for each number of steps, the run of the one method and that of the other. All have the same seed.
     """
     own, other = (
         {int(row.numbers["steps"]): _number(row, "val_loss") for row in rows} for rows in zip(*pairs, strict=True)

@@ -54,7 +54,7 @@ class PlannedRun:
 
     @property
     def cell(self) -> str:
-        """Name of the directory of the run's cell, inside a directory of `PHASES`."""
+        """Name of the directory with the runs of this combination of labels, one for each seed."""
         phase, *rest = Path(self.directory).parts
         return rest[0] if Path(phase) in PHASES else phase
 
@@ -126,7 +126,7 @@ def plan_runs(study: Study, tuned: Mapping[str, TunedCell] | None = None) -> lis
 
 
 def _located(study: Study, fault: str, names: Sequence[str]) -> str:
-    """Return a fault with the names of its cells. If all cells have it and its path is an axis, name the axis alone."""
+    """Return the text of a fault, with the combinations of labels that have it or, if all have it, with the axis."""
     is_axis = fault.partition(":")[0] in study.axes and len(names) == sum(1 for _ in cells(study))
     return f"axes.{fault}" if is_axis else f"{name_some(names, 4)}: {fault}"
 
@@ -298,7 +298,10 @@ def plan_tuning(
 
 
 def largest_search(study: Study, cell: Cell, directory: Path) -> int:
-    """Return the largest number of runs that the search in a cell still needs; 0 if it is complete."""
+    """Return how many runs the search for the best values of a cell (combination of labels) still needs at most.
+
+    The result is 0 if the search is complete.
+    """
     assert study.tune is not None
     search = _CellSearch(study, study.tune, cell, directory, ())
     next_runs = search.left()

@@ -46,11 +46,11 @@ class RunCost:
 
 @dataclass(frozen=True)
 class StudyCost:
-    """The expected cost of runs.
+    """The expected time and memory of runs.
 
-    seconds: seconds of each run, by its directory.
-    costs: guessed cost of each run, by its directory.
-    measured: number of finished runs whose time was used.
+    seconds: expected seconds of each run, by its directory, corrected by the times of finished runs.
+    costs: seconds of a step and bytes of state of each run, by its directory, as guessed without finished runs.
+    measured: number of finished runs whose times corrected `seconds`.
     """
 
     seconds: Mapping[str, float]

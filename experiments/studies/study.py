@@ -34,7 +34,7 @@ Label = str | int | float | bool
 
 
 def _lists(where: Any) -> Any:
-    """Return a `Where` in its long form. A file may contain a single label in place of a list of one label."""
+    """Return a selection {axis: labels} with a tuple of labels for each axis, where a file may have a single label."""
     if not isinstance(where, Mapping):
         return where
     return {axis: tuple(map(as_label, v if isinstance(v, (list, tuple)) else [v])) for axis, v in where.items()}
@@ -275,7 +275,7 @@ class Study(Component):
             )
         if self.equal == "steps":
             return
-        # With `equal: seconds`, the steps of a cell are computed from those of the cell with the baseline's label.
+        # With `equal: seconds`, the baseline has the given steps, and steps of all other labels are computed from them.
         own = changed_paths(self.axes[compared])
         if "steps" in own or any("steps" in one.set and compared in one.when for one in self.settings):
             raise ValueError(

@@ -346,8 +346,8 @@ def _moved(point: Point, axis: int, by: int) -> Point:
 
 
 class Halving(Component):
-    """Successive halving: at the steps least * rate^j, with j = 0, 1, ..., a run continues if at most floor((n + 1) /
-    rate) - 1 of n other runs are better.
+    """Successive halving: at the steps `least` * `rate`^j, with the fields `least` and `rate` and j = 0, 1, ..., a run
+    continues if at most floor((n + 1) / `rate`) - 1 of n other runs are better.
 
     The n other runs have the same seed, belong to earlier trials of the cell, and have reached the step. The best run
     so far always continues. Steps are rounded up to the next evaluation. This is the rule of Optuna's

@@ -260,7 +260,10 @@ def located_errors(task: Task, model: nn.Module, batch: Batch) -> Iterator[None]
 
 
 def _dtype_remedy(model: nn.Module, batch: Batch) -> str:
-    """Return how to convert a batch whose dtype no parameter has, as the end of an error; "" if there is none."""
+    """Return the end of an error about a batch in a dtype that no parameter of the model has: how to convert it.
+
+    Return "" if the batch has the dtype of a parameter.
+    """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     other = [
         name for name, x in zip(batch._fields, batch, strict=True) if x.is_floating_point() and x.dtype not in dtypes

@@ -52,7 +52,12 @@ class Card(NamedTuple):
     traffic: float
 
     def milliseconds(self, full: float, half: float, traffic: float) -> float:
-        """Return the larger of two times in milliseconds: that of these operations, and that of these bytes."""
+        """Return the least time of a step on this card, in milliseconds: that of its arithmetic or, if larger, of
+        memory.
+
+        full, half: floating-point operations in full and in half precision.
+        traffic: bytes that are read and written.
+        """
         return 1e3 * max(full / self.float32 + half / self.bfloat16, traffic / self.traffic)
 
 
@@ -77,7 +82,10 @@ def state_bytes(recipe: Mapping[str, Any] | str, model: str) -> float:
 
 
 def step_costs(recipes: Mapping[str, Mapping[str, Any]], model: str) -> dict[str, float]:
-    """Return the counted time of a step with each recipe, divided by the time with the shipped recipe adamw."""
+    """Return the time of a step with each recipe, divided by that with the shipped recipe adamw.
+
+    Times are computed from counted operations and bytes (`step_ms`), not measured.
+    """
     unit = step_ms("adamw", model)
     return {name: step_ms(recipe, model) / unit for name, recipe in recipes.items()}
 

@@ -1,4 +1,7 @@
-"""The page of a track: tables of steps, cost and learning rates, agreement with published rankings, and a figure."""
+"""The page of a track, a set of small tasks on which recipes race to a target loss.
+
+It has tables of steps, cost and learning rates, the agreement with published rankings, and a figure.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +79,9 @@ class Standing:
     scores: entry -> task -> steps and seconds to the target.
     costs: model -> entry -> time of a step with the model, divided by that of AdamW. The time is counted, not measured:
         it is computed from operations and bytes (`step_ms`).
-    profiles: key -> entry -> `profile_score`, from 0 to 1 for the least spending of all entries on every task. For the
-        key "", spending is the number of steps to the target. For the name of a model it is the counted cost, which is
-        this number times the entry's item of `costs`.
+    profiles: kind of score -> entry -> score from 0 to 1 (`profile_score`). An entry that needs least on every task has
+        1. For the kind "" the score compares steps to the target. For the kind that is the name of a model, it compares
+        steps times the cost of a step with this model (`costs`).
     """
 
     track: Track
@@ -168,8 +171,9 @@ def rates_table(now: Standing) -> str:
 
 
 def published_table(now: Standing, rankings: Mapping[str, Ranking]) -> str:
-    """Return a table with the rank correlations of each published ranking with the rankings of the same entries by
-    their scores of steps and of counted cost (`Standing.profiles`).
+    """Return a table that compares published rankings of methods with the rankings of the same methods on this track.
+
+    It has the rank correlation of each published ranking with that by steps, and with that by counted cost.
     """
     heads = ("ranking", "ranked by", "entries", "steps", *(f"cost, {title}" for title in COUNTED_MODELS.values()))
     rows = []

@@ -65,7 +65,7 @@ def load_track(path: Path = LAPTOP) -> Track:
 
 @dataclass(frozen=True)
 class TrackEntry:
-    """One recipe of a track.
+    """One recipe that takes part in a track, a race of recipes on small tasks.
 
     name: name of the recipe in the tables of the track.
     recipe: the recipe, as a recipe file declares it.
@@ -266,7 +266,10 @@ def score(task: TrackTask, z: float, runs: Sequence[ResultRow]) -> TaskScore:
 
 
 def scores(track: Track, entries: Mapping[str, EntryRuns]) -> dict[str, dict[str, TaskScore]]:
-    """Return entry -> task -> score."""
+    """Return entry -> task -> steps and seconds to the target loss of the task (`TaskScore`).
+
+    entries: for each entry, by its name, the runs of each task, one for each seed.
+    """
     return {
         name: {task: score(rules, track.z, runs[task]) for task, rules in track.tasks.items()}
         for name, runs in entries.items()

@@ -69,7 +69,7 @@ class Fault:
 
     @classmethod
     def of_error(cls, error: Exception, step: int) -> Fault:
-        """Return the fault for an error that no detected value explains."""
+        """Return the record of an exception, when no inf or nan was found that explains it."""
         text = "; ".join(with_notes(error).splitlines())
         return cls("error", "error", step, "", f"{type(error).__name__}: {text}")
 

@@ -194,7 +194,7 @@ def load_experiment(
     else:
         raw = source.model_dump(mode="json") if isinstance(source, Experiment) else source
         data = {key: _plain(value) for key, value in raw.items()}
-    data.setdefault("schedule", "constant")  # so that an override may set a field inside
+    data.setdefault("schedule", "constant")  # so that an override such as schedule.warmup_steps=10 finds the component
     data.setdefault("parallel", "none")
     data["imports"] = [*_listed(data, "imports"), *(imports or ())]
     data["overrides"] = [*_listed(data, "overrides"), *recipes]

@@ -97,7 +97,7 @@ class Layers:
         self._watch: NormWatch | None = None
 
     def before(self) -> None:
-        """Prepare to measure the next step."""
+        """Keep the present weights, so that `after` can measure the norm of each layer's update in the next step."""
         self._watch = NormWatch(self.parameters) if self.parameters else None
 
     def after(self) -> None:

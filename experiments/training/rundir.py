@@ -270,7 +270,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _load(notes: dict[str, Any], ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restore model and optimizer from the notes of a single process, and remove their states from the notes."""
+    """Restore model and optimizer from a checkpoint that a single process wrote.
+
+    notes: content of its file. The states of model and optimizer are removed from it.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     if ranks.distributed:

@@ -70,7 +70,7 @@ class Cosine(LearningRateSchedule):
 
 
 class Linear(LearningRateSchedule):
-    """decay(t) = 1 - (1 - final) t"""
+    """decay(t) = 1 - (1 - final) t,  t the fraction of the run after warm-up, from 0 to 1"""
 
     kind: Literal["linear"] = "linear"
     final: float = Field(default=0.0, ge=0, le=1, description="fraction of the learning rate left at the end")

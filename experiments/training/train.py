@@ -145,7 +145,7 @@ class Trainer:
         self.step, self.seconds, self.window, self.middle = 0, 0.0, MetricsWindow(), 0.0
         self.tokens = 0  # targets so far: tokens of a text, or images
         self.first_loss: float | None = None
-        self.last_loss: float | None = None  # median over the steps of the last row, robust against a single spike
+        self.last_loss: float | None = None  # median over the steps since the row before, robust against a single spike
         self.fault: Fault | None = None
         self.skipped, self.clipped = 0, torch.zeros((), dtype=torch.int64, device=self.device)
 
@@ -170,7 +170,7 @@ class Trainer:
                 fault = self._divergence(self.step, *losses).fault()
                 self._note_fault(fault)
             elif self.window.skipped and self.fault is None:
-                # Other ranks may have skipped no gradient, and look for no fault. This rank must not wait for them.
+                # The search for the cause runs on this rank alone, because other ranks may have skipped no gradient.
                 alone = Ranks(device=self.device)
                 self._note_fault(replace(self._divergence(self.step), ranks=alone).fault())
             if metrics is not None or not finite or self._due(self.step, self.experiment.log_every):
