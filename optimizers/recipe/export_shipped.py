@@ -8,11 +8,12 @@ from .loading import read_yaml, recipe_folder
 
 
 def shipped_json() -> str:
-    """Return all YAML recipes as JSON text. A test requires that the file `shipped.json` contains exactly this text."""
+    """Return all YAML recipes as JSON text, a recipe a line. A test requires that `shipped.json` has exactly this text."""
     folder = recipe_folder()
     names = sorted(folder.rglob("*.yaml"))
     data = {path.relative_to(folder).with_suffix("").as_posix(): read_yaml(path) for path in names}
-    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+    lines = (f"{json.dumps(name)}: {json.dumps(recipe, ensure_ascii=False)}" for name, recipe in data.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 if __name__ == "__main__":
