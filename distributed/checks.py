@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from eigengraft.errors import name_some
+from eigengraft.numerics import HostCopy
 
-from .rank_group import DistributedError, HostCopy, RankGroup
+from .rank_group import DistributedError, RankGroup
 
 Name = TypeVar("Name", bound=Hashable)
 Field = Sequence[float] | Tensor

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from eigengraft.numerics import HostCopy as HostCopy
-
 Received = TypeVar("Received")
 PADDING = 1.1
 """Largest factor by which padding may lengthen the messages of an all-gather of uneven lengths."""
@@ -140,6 +138,14 @@ class RankGroup:
         with self._named(what):
             self._wait(dist.all_reduce(values, group=self.group, async_op=True), values.device)
         return values
+
+    def mean(self, values: Tensor, what: str) -> Tensor:
+        """Return the mean of `values` over all ranks. `values` is overwritten.
+
+        what: name of the collective in errors. It is checked that all ranks call it.
+        """
+        self.synchronize(what, device=values.device)
+        return self.all_reduce(values, what) / self.size
 
     @cached_property
     def gloo_devices(self) -> frozenset[str]:

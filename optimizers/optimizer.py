@@ -386,8 +386,7 @@ class Optimizer(ComposedOptimizer):
         ranks = ranks_of(self.param_sets)
         if ranks is None:
             return value
-        ranks.synchronize("loss of a line search", device=value.device)
-        return ranks.all_reduce(value.clone(), "loss of a line search") / ranks.size
+        return ranks.mean(value.clone(), "loss of a line search")
 
     @isolated
     def provide(self, name: str, value: Given | SignalSource) -> bool:

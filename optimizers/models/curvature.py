@@ -183,10 +183,8 @@ def _average(param_set: ParamSet, tensors: Sequence[Tensor], who: str) -> None:
     """Replace tensors by their mean over ranks, in place."""
     if param_set.rank_group is None or not tensors:
         return
-    ranks = param_set.rank_group.all_ranks
-    what = f"{who} of {param_set.names[0]}"
-    ranks.synchronize(what, device=tensors[0].device)
-    flat = ranks.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), what) / ranks.size
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    flat = param_set.rank_group.all_ranks.mean(flat, f"{who} of {param_set.names[0]}")
     for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(mean.view(tensor.shape))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from eigengraft.blocking import ModuleFacts, module_facts, named_factor
-from eigengraft.component import Component
+from eigengraft.component import Component, as_tuple
 
 from .roles import (
     Heads,
@@ -288,15 +288,11 @@ def describe_model(model: nn.Module) -> dict[int, ParamInfo]:
     return {key: row.info(heads) for key, row in rows.items()}
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...])]
+Strings = Annotated[tuple[str, ...], BeforeValidator(as_tuple, json_schema_input_type=str | tuple[str, ...])]
 Roles = Annotated[
-    tuple[ParamRole, ...], BeforeValidator(_as_tuple, json_schema_input_type=ParamRole | tuple[ParamRole, ...])
+    tuple[ParamRole, ...], BeforeValidator(as_tuple, json_schema_input_type=ParamRole | tuple[ParamRole, ...])
 ]
-AxisCounts = Annotated[tuple[int, ...], BeforeValidator(_as_tuple, json_schema_input_type=int | tuple[int, ...])]
+AxisCounts = Annotated[tuple[int, ...], BeforeValidator(as_tuple, json_schema_input_type=int | tuple[int, ...])]
 
 
 class Match(Component):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -289,6 +289,8 @@ class RankSurvey:
     ranks: number of ranks.
     """
 
+    gathered: ClassVar[dict[int, Tensor]] = {}
+    """Gradients that the check has copied into stacks. There are none, because blocks come from other ranks."""
     names: Sequence[str]
     present: NDArray[np.bool_]
     sums: Mapping[str, Tensor]

@@ -22,8 +22,8 @@ from torch import Tensor
 from eigengraft.blocking.blocks import BlockGrid
 from eigengraft.blocking.stacks import Stack, blocks_that_fit, max_blocks, split_by_size, split_ranges
 from eigengraft.distributed.comm_plan import BlockGroup, PlacedBlock
-from eigengraft.distributed.rank_group import HostCopy, RankGroup
-from eigengraft.numerics import compute_dtype, has_values, kept_on_device, upload
+from eigengraft.distributed.rank_group import RankGroup
+from eigengraft.numerics import HostCopy, compute_dtype, has_values, kept_on_device, upload
 from eigengraft.preconditioners.checked_mode import Checks
 from eigengraft.quantization import Quantizer
 from eigengraft.quantization.base import Location

@@ -92,8 +92,7 @@ class Step:
 
     def gather(self, blocks: ActiveBlocks) -> Tensor:
         """Return the gradients of blocks as `[n, *block]`. The caller must not write to this tensor."""
-        gathered = self.survey.gathered if isinstance(self.survey, LocalSurvey) else {}
-        known = gathered.pop(blocks.stack_state.number, None)
+        known = self.survey.gathered.pop(blocks.stack_state.number, None)
         return blocks.stack.gather(self.gradients) if known is None or blocks.places is not None else known
 
 

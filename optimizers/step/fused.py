@@ -43,7 +43,7 @@ from eigengraft.slots import StateKey, dotted
 
 from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState
-from ..write.write import put
+from ..write.write import put, where_masked
 from .exchange import Step, StepNumbers
 from .gradients import leaves_masks
 from .program import StackStep
@@ -185,13 +185,9 @@ class _Copies:
 
     def restore(self) -> None:
         """Copy parameters and moments back where gradients are not usable."""
-        put(self.held, over_stacks(_usable, self.held, self.parameters, self.usable))
+        put(self.held, over_stacks(where_masked, self.held, self.parameters, self.usable))
         for x, before in self.moments:
             torch.where(self.kept, x, before, out=x)
-
-
-def _usable(after: Tensor, before: Tensor, usable: Tensor) -> Tensor:
-    return torch.where(usable, after, before)
 
 
 _Entries = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eigengraft.distributed.rank_group import HostCopy
 from eigengraft.errors import counted, warn_user
 from eigengraft.numerics import (
+    HostCopy,
     compute_dtype,
     has_values,
     kept_on_device,

@@ -174,8 +174,7 @@ class SpikeCheck:
         value = zero if loss is None else number_like(loss, zero).detach().reshape(())
         both = torch.stack([value, zero if loss is not None else zero + 1])
         if ranks is not None:
-            ranks.synchronize("loss of the spike check", device=device)
-            both = ranks.all_reduce(both, "loss of the spike check") / ranks.size
+            both = ranks.mean(both, "loss of the spike check")
         value, absent = both.unbind()
         if loss is None or (may_branch_on_values(absent) and bool(absent)):
             where = "" if loss is None else " on another rank"

@@ -557,11 +557,12 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor], mask: Sequence[Tens
     mask: n 0-d booleans. A tensor with the mask False does not change. None: all tensors change.
     """
     if mask is not None and tensors:
-        values = over_stacks(_where, values, tensors, stack_of(mask))
+        values = over_stacks(where_masked, values, tensors, stack_of(mask))
     torch._foreach_copy_(list(tensors), list(values))
 
 
-def _where(values: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+def where_masked(values: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+    """Return `values` where `mask` is True, and `others` elsewhere."""
     return torch.where(mask, values, others)
 
 

@@ -515,7 +515,7 @@ class ChainOf:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         distinct = core_schema.no_info_after_validator_function(self._distinct, handler(source))
-        return core_schema.no_info_before_validator_function(_as_tuple, distinct)
+        return core_schema.no_info_before_validator_function(as_tuple, distinct)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         component = {FAMILY_MARK: self.family}
@@ -529,7 +529,8 @@ class ChainOf:
         return components
 
 
-def _as_tuple(value: Any) -> Any:
+def as_tuple(value: Any) -> Any:
+    """Return a list as a tuple, and a single value as a tuple of one."""
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
