@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 ROOMS := preconditioners quantization distributed optimizers experiments hosts
 # Named after the place, because an environment does not survive being moved or copied.
 READY := $(VENV)/ready-$(shell pwd | cksum | cut -d ' ' -f 1)
+# The demo needs half of the packages, and does not install the others.
+DEMO_READY := $(VENV)/demo-$(notdir $(READY))
 HOSTS := .venv-hosts
 HOSTS_READY := $(HOSTS)/ready-$(shell pwd | cksum | cut -d ' ' -f 1)
 
@@ -21,7 +23,7 @@ SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on three small tasks, and write a report (three to five minutes on two idle cores, after the installation)"
+	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on three small tasks, and write a report (three to five minutes on two idle cores, after the installation; a third of it with ARGS='seeds=[0]')"
 	@echo "make quick  run the tests that start no process and train nothing, while writing a stage (about a minute)"
 	@echo "make test   run all tests            (make test ARGS='-k house' for some of them; -n 0 in one process)"
 	@echo "make wordings  write the messages of errors to tests/wordings.txt after a rewording (ARGS=tests/laws for some tests)"
@@ -33,7 +35,7 @@ help:
 	@echo "make versions  the wheel and the simulated accelerator with torch 2.11 to 2.15, gigabytes each (make versions ARGS='--torch 2.15.0')"
 	@echo "make clean  remove the environment, caches and build folders; runs/ stays"
 
-demo: $(READY)
+demo: $(or $(wildcard $(READY)),$(DEMO_READY))
 	$(BIN)/eigengraft demo $(ARGS)
 
 quick: $(READY)
@@ -87,12 +89,21 @@ $(HOSTS_READY): requirements-hosts.txt | links
 	@rm -f $(HOSTS)/ready-*
 	@touch $@
 
-$(READY): requirements.txt pyproject.toml | links
+$(BIN)/python: | links
 	@command -v "$(PYTHON)" >/dev/null || { echo "eigengraft: Python 3.11 or newer is required, but there is no '$(PYTHON)'; install it or name another: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "eigengraft: Python 3.11 or newer is required, got $$("$(PYTHON)" --version 2>&1); name another: make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); echo "eigengraft: '$(PYTHON) -m venv' failed; on Debian and Ubuntu install the package python3-venv" >&2; exit 1; }
+	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); echo "eigengraft: '$(PYTHON) -m venv' failed; on Debian and Ubuntu install the package python3-venv" >&2; exit 1; }
+
+$(READY): requirements.txt pyproject.toml | $(BIN)/python
 	@echo "eigengraft: installs the $$(grep -c == requirements.txt) packages of requirements.txt into $(VENV), once; this takes minutes"
 	$(BIN)/python -m pip install --requirement requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	@rm -f $(VENV)/ready-*
+	@rm -f $(VENV)/*ready-*
+	@touch $@
+
+$(DEMO_READY): requirements.txt pyproject.toml | $(BIN)/python
+	@echo "eigengraft: installs the library and the packages of its extra 'experiments' into $(VENV), once; this takes minutes"
+	$(BIN)/python -m pip install --quiet --constraint requirements.txt setuptools
+	$(BIN)/python -m pip install --constraint requirements.txt --no-build-isolation --editable ".[experiments]"
+	@rm -f $(VENV)/*ready-*
 	@touch $@

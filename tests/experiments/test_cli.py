@@ -624,6 +624,7 @@ WRONG = {
     "override with an empty value": (["train", "exp.yaml", "lr="], ("lr=", "~lr", "lr=null")),
     "override of the recipe with an empty value": (["show", "soap", "update.rms.beta="], ("~update.rms.beta",)),
     "override of a study with an empty value": (["ablate", "demo", "base.lr="], ("base.lr=null",)),
+    "override of the demo that does not exist": (["demo", "seedz=[0]"], ("seedz", "seeds")),
     "override with an empty part": (["train", "exp.yaml", "task..width=3"], ("dotted.path",)),
     "override with broken YAML": (["train", "exp.yaml", "task={kind: digits"], ("override 'task={kind: digits'",)),
     "value of the wrong type": (["train", "exp.yaml", "steps=many"], ("steps", "many")),
