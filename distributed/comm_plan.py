@@ -304,7 +304,8 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def pack_shards(plan: CommPlan, index: int, source: Source) -> Tensor:
-    """Copy this rank's entries of the blocks of a round into one message, `[n]`, in the order of owners.
+    """Copy this rank's entries of the blocks that are sent together (a `Round`) into one message, `[n]`, ordered by
+    owner.
 
     For a parameter for which `source` returns None, the message contains zeros.
 

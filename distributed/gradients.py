@@ -128,7 +128,7 @@ class BackwardGather:
 
     @property
     def _next(self) -> int:
-        """Index of the round that is begun next."""
+        """Index of the next message (`Round`) to send."""
         return len(self._works)
 
     def _is_complete(self, position: int) -> bool:
@@ -208,7 +208,9 @@ def differ(message: Tensor, now: Tensor) -> Tensor | bool:
     one, other = (x.view(_BITS[x.element_size()]) for x in (message, now))
     if one.device.type == "cpu":
         return not torch.equal(one, other)
-    if message.is_cuda:  # the message was made on the stream of backward
+    if (
+        message.is_cuda
+    ):  # made on the stream of backward; its memory must not be used again before this stream has read it
         message.record_stream(torch.cuda.current_stream(message.device))
     return (one != other).any()
 

@@ -358,9 +358,9 @@ def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides:
     """Return the `Region` of the entries in `box`: where they are in the parameter, and where they are in the block.
 
     box: box of the parameter that is contained in `outer`.
-    outer: box of the parameter that `runs` form together.
-    piece: the piece of the block that contains the entries of `outer`.
-    runs: runs that together have a range along every axis of the parameter, in the order of the axes.
+    outer: box of the parameter, the product of the ranges in `runs`. All of its entries are in `piece`.
+    piece: a box of the block.
+    runs: ranges along the axes of the parameter (`_Run`), in the order of the axes.
     strides: distance in the block between neighbors along each axis of the merged shape, as `_strides` returns it.
     """
     own, corner = sum((run.strides for run in runs), ()), list(piece.offset)

@@ -199,7 +199,7 @@ def import_run(
         directory: directory of the run, see `RunLog`.
         task: name of the task.
         columns: column of a run -> name of this column in the file, as `{"loss": "train/loss"}`. Other columns keep
-            their names. A column of the file is replaced if another one is named for its name. `step` and a loss are
+            their names. With this example a column `loss` of the file itself is dropped. `step` and a loss are
             required.
         settings: `seed`, `lr`, `recipe` and other settings of `RunLog`.
 

@@ -326,5 +326,5 @@ class LayerGradients(NamedTuple):
 
 
 def _distance(rows: BenchRows) -> float:
-    """Return the mean of 1 - cosine."""
+    """Return the mean over rows of 1 - `cosine`, a column of the results."""
     return 1 - reduction("cosine", "mean")(rows)

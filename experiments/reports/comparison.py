@@ -442,11 +442,11 @@ def at_their_best(records: Records) -> Sequence[ComparisonPanel]:
 
 
 def all_panels(records: Records) -> list[ComparisonPanel]:
-    """Return all comparisons of a report: first those of `at_their_best`, then those of `compare`.
+    """Return all comparisons of a report: first those of methods at their best, then those of all runs.
 
-    The first ones have, for each method, only the runs at its best learning rate. If the study has no axis of learning
-    rates, they have the runs at the best number on the compared axis. The others have all runs. One of the others is
-    left out if one of the first has the same runs.
+    A method at its best has only the runs at its best learning rate or, if the study has no axis of learning rates, at
+    the best number on the compared axis. A comparison of all runs is left out if it has the same runs as one at the
+    best.
     """
     return [*at_their_best(swept(records)), *(one for one in compare(records) if twin(one, records) is None)]
 

@@ -266,10 +266,12 @@ class Rendezvous:
 
 
 def train_leased(job: tuple[dict[str, Any], str, Rendezvous], report: Callable[[Tick], None]) -> Result | None:
-    """Train one run while this process holds its lease. Return None if another worker holds the lease.
+    """Train one run while this process holds its lease, and return its result. Return None if another worker holds the
+    lease.
 
-    job: (experiment, directory, exchange). The experiment is plain data. The files that its field `imports` names are
-        imported before it is validated. The directory of the run is relative to that of the study.
+    job: (experiment, directory, rendezvous). The experiment is plain data. The files that its field `imports` names are
+        imported before it is validated. The directory of the run is relative to that of the study. The rendezvous has
+        leases, and the results of other workers.
     report: function that receives the progress, at most five times a second.
     """
     config, run, rendezvous = job

@@ -101,7 +101,10 @@ class GradientSums(ABC):
 
     @abstractmethod
     def signal(self) -> Mapping[Tensor, Tensor] | None:
-        """Return the signal of each parameter that has one in this step, and drop all sums. None: no parameter has."""
+        """Compute the signal from the collected sums. Return its value for each parameter that has one in this step.
+
+        All sums are dropped. Return None if no parameter has a value.
+        """
 
     @property
     def optimizer(self) -> Optimizer:
@@ -170,9 +173,10 @@ class GradientSums(ABC):
         running[key].found = _Sum(value, count).joined(running[key].found, self._join)
 
     def take(self) -> dict[Any, tuple[Tensor, int | Tensor]]:
-        """Return (value, count) of each sum by key, and drop all sums. The count is that of the method `add`, added up.
+        """Return (value, count) of each sum by key, and drop all sums.
 
-        A sum is left out if the gradient of its parameter is None now.
+        `count` is the number of rows or gradients in the sum: the counts that `add` received, added up. A sum is left
+        out if the gradient of its parameter is None now.
         """
         # a step inside a backward uses the values that this backward has added so far
         for running in list(self._running.values()):

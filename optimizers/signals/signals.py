@@ -369,8 +369,8 @@ class Signals:
     def due(self, name: str, param_sets: Iterable[ParamSet], rows: Iterable[tuple[Tensor, ParamInfo]]) -> set[int]:
         """Return the ids of parameters whose update uses a signal in its next step.
 
-        On an accelerator it may not be known yet whether the last gradient was finite. If it was not, the step count is
-        reduced by one. Parameters that would then use the signal are therefore included.
+        On an accelerator the host may not know yet whether the last gradient was finite, that is, whether the last step
+        counts. Parameters that use the signal in either case are included.
 
         rows: all parameters of the optimizer with their descriptions, including parameters without state.
         """
@@ -482,7 +482,7 @@ class Signals:
         ready = [(param_set, step) for param_set, step in steps if step is not None]
         shared = dict(self._of_all(ready, taken))
         found = [(param_set, step and self._of_one(param_set, step, shared)) for param_set, step in steps]
-        self.drop()  # even if no gradient was usable
+        self.drop()  # also if no gradient was usable and nothing is updated
         made = {name for _, step in found if step is not None for name in step.signals}
         for name, where in self.somewhere.items() if ready else ():
             if name not in made:
@@ -546,9 +546,9 @@ class Signals:
         yield from totals.items()
 
     def _of_one(self, param_set: ParamSet, step: Step, shared: Mapping[str, Tensor | float]) -> Step:
-        """Return the step of a parameter set with its signals.
+        """Return the inputs of a step with the values of all signals added (`Step.signals`).
 
-        shared: numbers by name, as `_of_all` yields them.
+        shared: signals that are one number for all parameters, by name.
         """
         asked = {name for spec in param_set.specs for name in self.asked[spec.path]}
         found: dict[str, object] = {**shared}

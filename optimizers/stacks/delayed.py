@@ -146,9 +146,9 @@ class StackRefreshes(DelayedRefreshes):
 def _computed(solve: Callable[[], Results], side: Streams, begun: Any) -> tuple[Results, Any]:
     """Compute the results of a refresh on the side stream; runs in the worker thread.
 
-    Return the results, and a mark on the side stream after their computation.
+    Return the results, and a mark (`Streams.mark`) on the side stream after their computation.
 
-    begun: mark of the main stream. The computation begins only when all work before this mark is done.
+    begun: mark on the main stream. The computation begins only when all work before this mark is done.
     """
     with torch.no_grad(), never_compiled(), side.aside():
         side.wait(begun)

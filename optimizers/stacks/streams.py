@@ -32,7 +32,7 @@ class Streams:
         """Let the present stream wait until the work before a mark is done. The host does not wait."""
 
     def synchronize(self, mark: Any) -> None:
-        """Let the host wait until the work before a mark is done."""
+        """Let the host wait until the work before a mark is done. `mark` returned the mark."""
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Keep the memory of tensors that were made on the second stream until the present stream has used them."""

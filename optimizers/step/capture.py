@@ -253,10 +253,10 @@ class _Key(NamedTuple):
 
 
 class CapturedStacks:
-    """Stacks that are captured together, and their graph.
+    """Stacks whose step is captured as one CUDA graph, and this graph.
 
-    groups: the stacks, in lists. Stacks whose stages sum over the same parameter are in one list.
-    programs: the programs of the stacks.
+    groups: the stacks, in lists. Stacks that share parameters, and whose stages need sums over them, are in one list.
+    programs: traced programs that compute the steps of the stacks.
     fused: indices of the stacks that a fused kernel updates.
     reason: why the stacks are never captured; None if no reason is known.
     without: by reason, number of steps without a graph since the last replay. Steps that make a graph do not count.

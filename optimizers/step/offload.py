@@ -46,9 +46,9 @@ class OffloadedState:
         self._turn = 0
 
     def schedule(self, groups: Sequence[Group], active: NDArray[np.bool_] | None = None) -> None:
-        """Begin to copy the state of the first group to the device.
+        """Begin to copy the state of the first group of stacks to the device.
 
-        The caller then enters `held` for each group, in the order of `groups`.
+        The caller then updates each group inside `with held(group)`, in the order of `groups`.
 
         active: `[P]`, True for parameters that take part in the step. The state of groups without such parameters is
             not copied. None: all parameters take part.
@@ -245,7 +245,7 @@ class _Piece:
         self._own, self._here, self._there = own, host.views(memory), host.views(host.memory)
 
     def show(self, on_device: bool) -> None:
-        """Make the stack use its tensors in the buffer of the device, or its tensors in host memory."""
+        """Let the stack use its state in the buffer of the device, or its state in host memory."""
         self._own.replace_tensors(self._here if on_device else self._there)
 
 

@@ -334,9 +334,8 @@ class ParamSet:
 
         chosen: pairs (active blocks of the stacks, priming), as `active_blocks` returns them. priming: True if the
             gradient only initializes statistics of these blocks.
-        exchange: exchange of the step.
-        in_place: step of the stacks that are updated within the memory of their parameters. Stacks of fused kernels are
-            added to it, and the caller runs it later.
+        exchange: copies gradients into stacks and directions to parameters, or sends them between ranks.
+        in_place: collects the stacks that fused kernels update. The caller runs it later, for all of them together.
         """
         for together, priming in chosen:
             blocks, how = together[0], self.execution(together[0].stack_state)
@@ -359,7 +358,7 @@ class ParamSet:
             run_together(steps, StackStep.prime)
         else:
             found = run_together(steps, partial(self._direction, numbers=exchange.step.step_numbers))
-            del steps  # and with them the gathered gradients, which the write does not need
+            del steps  # frees the gathered gradients
             for blocks, direction in zip(together, found, strict=True):
                 if self.offloaded is not None:
                     direction = self.offloaded.outlasting(direction)
@@ -383,7 +382,7 @@ class ParamSet:
             self.exchange.report_failed_roots(own.path, bad)
 
     def _stack_step(self, blocks: ActiveBlocks, exchange: LocalStep) -> StackStep:
-        """Return the step of one stack, with gathered gradients and signals."""
+        """Return everything that the program of a stack needs for one step: gradients, step counts, signals, rates."""
         gradient, step = exchange.gather(blocks, "gradients"), exchange.step
         context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, exchange))
         mask = None if step.mask is None else step.mask[blocks.param_index]

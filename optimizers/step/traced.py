@@ -1,7 +1,7 @@
-"""Traced programs: the program of a stack as one graph of tensors, compiled by Inductor.
+"""Traced programs: the update of equal blocks of many parameters as one graph of tensors, compiled by Inductor.
 
-A program is traced once by `make_fx`, and compiled for one kind of stack. While it is traced, the context of the step
-gives each number of the step as an input tensor. Equal programs are compiled once in a process.
+A program is traced once by `make_fx`, for one chain of stages and one shape of blocks. While it is traced, stages
+receive each number that depends on the step as an input tensor. Equal programs are compiled once in a process.
 """
 
 from __future__ import annotations
@@ -156,16 +156,17 @@ TensorKind = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class ProgramSource:
-    """An object from which the program of a stack is traced. The program changes the state of blocks in place.
+    """The declaration of a program: all that determines which operations are traced. The program changes state in
+    place.
 
-    A program has one of two forms, which follow from `stored`. A program that writes updates entries of parameters in
-    place: an entry-wise chain with its write, for any number of entries. The other form takes gradients `[N, *block]`
-    and returns directions `[N, *block]`, for any chain and a fixed number N of blocks.
+    A program has one of two forms, which follow from `stored`. The one takes gradients `[N, *block]` and returns
+    directions `[N, *block]`, for any chain and a fixed number N of blocks. The other updates the entries of parameters
+    in place, for an entry-wise chain and any number of entries. It is traced with samples `[blocks, *block]`.
 
     update: the update whose stages form the chain.
     path: path of the update in the recipe.
-    blocks: number N of blocks. If the program writes: number of rows of the samples.
-    block: shape of a block. If the program writes: shape of a row of the samples, `[n, 1, ...]`.
+    blocks: number N of blocks, or of rows of the samples.
+    block: shape of a block, or of a row of the samples.
     dtype: dtype of the computation.
     slots: by name, shape and dtype of each tensor that stores state.
     decay: weight decay that the write applies. If the program returns directions: weight decay that is added to them,

@@ -372,7 +372,9 @@ class BaseAndAverage(Averaging, ABC):
 
     @abstractmethod
     def mixing(self, batch: IterateBatch) -> Sequence[float] | Tensor:
-        """Return for each parameter the weight c of the new z in x, in the present update: n numbers, or `[n]`."""
+        """Return for each of n parameters the weight c in  x <- (1 - c) x + c z  in the present update: numbers, or
+        `[n]`.
+        """
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
         return {name: Slot(shape, role="iterate") for name in (("z", "y") if low_precision else ("z",))}

@@ -350,7 +350,7 @@ class Rates:
         return found
 
     def alphas(self, path: str, positions: NDArray[np.int64]) -> list[float | Tensor]:
-        """Return the decay factors of parameters: one factor for each set of param groups with equal rates.
+        """Return the different factors alpha in  W <- W - lr alpha W - lr U  of some parameters, each once.
 
         path: path of the update of these parameters in the recipe.
         positions: positions of the parameters.
@@ -358,7 +358,7 @@ class Rates:
         return [self._scale(path, group).alpha for group in np.unique(self.alike[positions]).tolist()]
 
     def decays(self, path: str) -> bool:
-        """Return True if the write may decay parameters with their update at `path`."""
+        """Return True if alpha in  W <- W - lr alpha W - lr U  may differ from 0 for the update at `path`."""
         alphas = (self._scale(path, group).alpha for group in self.hypers)
         return any(isinstance(alpha, Tensor) or alpha != 0 for alpha in alphas)
 

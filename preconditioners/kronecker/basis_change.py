@@ -219,7 +219,7 @@ def fit_second_moments(
     basis.
 
     A second moment v is a slot with a `decay` b: a running mean of squared gradients. Its sums over all axes except i
-    should be the marginals d_i, which are known from the statistics. `fit_` multiplies v along each axis i by d_i /
+    should be the marginals d_i, which are known from the statistics. v is multiplied along each axis i by d_i /
     s_i, with s_i the present sums.
 
     A factored second moment is v = x y^T / mean(x), stored as the vectors x and y. For each of them the marginals give

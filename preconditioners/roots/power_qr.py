@@ -104,7 +104,8 @@ def ordered_step(aq: Tensor, q: Tensor, order: Tensor, orthonormal: Orthonormal)
 
     aq: A Q, the product of the matrices A with their bases Q.
     q: Q.
-    order: `[N, r]`, the column of the last refresh's basis from which each column of q was computed.
+    order: `[N, r]`, for each column of q the column of the old basis from which it was computed. The result has the
+        columns of q sorted, and this list sorted in the same way.
     orthonormal: function that orthonormalizes A Q.
     """
     descending = (q * aq).sum(-2).argsort(dim=-1, descending=True, stable=True)  # [N, r]

@@ -122,9 +122,9 @@ class _Whitening(NamedTuple):
     The gradient is multiplied by the power q - 1 of the factor of this axis, with q the field `q` of `Bregman`.
 
     left, right: the two matrices whose product is the power q - 1 of the factor, as in `Power`.
-    half: `[N]`, unit^((q - 1) / 2), by which `left` and `right` are multiplied, with unit the mean eigenvalue of the
+    half: `[N]`, u^((q - 1) / 2), by which `left` and `right` are multiplied, with u the mean eigenvalue of the
         factor. None: the axis has no factor.
-    known: bool `[N]`, True where the power is known. None: the power is known for all blocks.
+    known: bool `[N]`, False for blocks whose power cannot be computed yet. None: it is known for all blocks.
     trace: `[N]`, the number by which contributions to other factors are divided: the trace of the power q of this
         factor, or the length of the axis.
     """

@@ -424,7 +424,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
     def _accumulate(self, factor: Tensor, contribution: Contribution, decay: float, now: Tensor | None) -> Tensor:
         """Update the factor F in place by  F <- decay * F + weight * scale * y z^T,  and return F.
 
-        The weight is 1 - decay for a running mean. It is 1 for a sum and with `damped: false`.
+        contribution: y, z and scale.
+        decay: 1 for a sum. The weight is 1 - decay for a running mean, and 1 for a sum or if the field `damped` is
+            False.
 
         now: `[N]`, 1 for blocks that observe in this step and 0 for all other blocks. None: all blocks observe.
         """

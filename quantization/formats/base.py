@@ -207,7 +207,7 @@ class Blockwise(Format, ABC):
 
     @property
     def draws(self) -> bool:
-        """True if the format uses random numbers, which are drawn for complete rows of the stack."""
+        """True if the format rounds by random numbers. They are drawn for all entries of a block of the parameter."""
         return False
 
     @property

@@ -188,10 +188,9 @@ class BlockGrid:
     def in_blocks(self, blocks: Tensor) -> list[Tensor]:
         """Return, for each piece of a block, the entries of this piece in all n blocks, as one tensor.
 
-        A block consists of pieces (`pieces`), each of which is a box in the parameter, too. `in_parameter` returns the
-        same entries of the parameter, in tensors of the same shapes. Copies from that list to this one therefore gather
-        blocks, and copies in the other direction scatter them. The results are views if `blocks` is contiguous, else
-        copies.
+        A piece is a part of a block that is a box in the parameter, too; most blocks have one. `in_parameter` returns
+        tensors of the same shapes with the same entries of the parameter, so that `copy_` between the two lists gathers
+        or scatters blocks. The results are views if `blocks` is contiguous, else copies.
 
         blocks: the n blocks of the grid, `[n, *shape]`.
         """
@@ -386,13 +385,13 @@ def _grid(
     """Return a grid of blocks of equal shape. Each block is the intersection of one tile (`Tiles`) on each axis, in one
     of the equal matrices.
 
-    factored: shape of the parameter. If an axis repeats its sections, such as queries, keys and values of each group of
-        heads, it is divided into two axes: the repetition, and the entries of one repetition.
+    factored: shape of the parameter. An axis may repeat several parts, such as queries, keys and values of one group of
+        heads after another. It is then divided into two axes: number of the group, and entries of a group.
     equal: the matrices that are cut into blocks.
     joined: for each axis of a matrix, the ranges of the parameter's axes that are flattened into it.
     chosen: for each axis of a matrix, the tiles of the blocks in this grid.
     tiles: for each axis of a matrix, the number of all its tiles, also of those in other grids.
-    before: (number of blocks, number of matrices) of earlier sections, where the numbers of this grid begin.
+    before: (blocks, matrices) of the parameter that are in earlier grids. Numbers of this grid begin after them.
     """
     order = len(factored)
     lattice = dict(equal.lattice)
