@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import signature
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from eigengraft.blocking import Blocking, Pairs
 from eigengraft.component import plain
 from eigengraft.errors import did_you_mean, warn_user
+from eigengraft.numerics import fake_mode
 from eigengraft.signals import PARTNER, asking
 
 from .recipe.recipe import Recipe, Route
@@ -231,6 +233,81 @@ def check_values(group: Mapping[str, Any]) -> None:
                 "model.named_parameters() does"
             )
         first[id(parameter)] = name
+
+
+class _Span(NamedTuple):
+    """The addresses of a parameter: bytes from `start` to before `end`, of which some may be gaps between entries."""
+
+    device: str
+    start: int
+    end: int
+    name: str
+    tensor: Tensor
+
+    def bytes_in(self, memory: Tensor, first: int) -> Tensor:
+        """Return the bytes of the parameter as a view of `memory`, whose first entry stands for address `first`."""
+        size = self.tensor.element_size()
+        steps = [step * size for step in self.tensor.stride()]
+        return memory.as_strided((*self.tensor.shape, size), (*steps, 1), self.start - first)
+
+
+def require_own_memory(rows: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError for parameters that share memory with each other, or that cannot be written in place.
+
+    rows: names and plain tensors of the parameters.
+    """
+    spans = sorted((span for row in rows for span in _span(*row)), key=lambda span: span[:3])
+    together, end = [*spans[:1]], spans[0].end if spans else 0
+    for last, span in pairwise(spans):
+        if span.device != last.device or span.start >= end:
+            _require_apart(together)
+            together, end = [], 0
+        together.append(span)
+        end = max(end, span.end)
+    _require_apart(together)
+
+
+def _span(name: str, tensor: Tensor) -> Iterator[_Span]:
+    """Yield the addresses of a parameter. Yield nothing for a tensor without memory of its own or without strides."""
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    if not strided or not tensor.numel() or tensor.is_meta or fake_mode(tensor) is not None:
+        return
+    if tensor.is_conj() or tensor.is_neg():
+        sort, call = ("conjugate", "resolve_conj") if tensor.is_conj() else ("negative", "resolve_neg")
+        raise ValueError(
+            f"{name}: the parameter is a {sort} view, which cannot be updated in place; make the parameter of "
+            f"tensor.{call}()"
+        )
+    size = tensor.element_size()
+    length = size * (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
+    if length < size * tensor.numel():
+        raise ValueError(
+            f"{name}: several entries of the parameter share memory, as in an expanded tensor, so it cannot be "
+            "updated in place; make the parameter of tensor.clone()"
+        )
+    if start := tensor.data_ptr():
+        yield _Span(str(tensor.device), start, start + length, name, tensor)
+
+
+def _require_apart(spans: Sequence[_Span]) -> None:
+    """Raise ValueError if two parameters have an entry in the same memory.
+
+    spans: parameters in the order of their first addresses, each of which lies before the end of an earlier one.
+    """
+    if len(spans) < 2:
+        return
+    first, end = spans[0].start, max(span.end for span in spans)
+    taken = torch.zeros(end - first, dtype=torch.bool, device="cpu")
+    for at, span in enumerate(spans):
+        if bool(span.bytes_in(taken, first).any()):
+            own = torch.zeros_like(taken)
+            span.bytes_in(own, first).fill_(True)
+            other = next(one for one in spans[:at] if bool(one.bytes_in(own, first).any()))
+            raise ValueError(
+                f"params: {other.name} and {span.name} share memory, so a step would overwrite the update of one by "
+                "that of the other; make them one parameter (`second.weight = first.weight`), or copy the values"
+            )
+        span.bytes_in(taken, first).fill_(True)
 
 
 def flat_piece(parameter: Tensor) -> str:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from eigengraft.distributed.balance import Balance, Loads
 from eigengraft.distributed.rank_group import RankGroup
-from eigengraft.numerics import fake_mode
+from eigengraft.numerics import fake_mode, local
 from eigengraft.signals import asking
 from eigengraft.slots import dotted
 
-from ..param_groups import check_values, require_facts
+from ..param_groups import check_values, require_facts, require_own_memory
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo, describe_named, describe_unnamed
 from ..signals import Signals
@@ -213,6 +213,9 @@ class ParamSets:
 
         The parameters of a batch form one set if they are on the same device and are shared by the same ranks.
         Parameters with a stage that requests the learning rate form separate sets for each param group.
+
+        Raises:
+            ValueError: parameters share memory, or the update of a complex parameter mixes entries.
         """
         found: dict[tuple[object, ...], list[tuple[Tensor, ParamSpec]]] = {}
         with_lr = {path for path, rule in self.recipe.rules().items() if "lr" in asking(rule.stages())}
@@ -224,6 +227,10 @@ class ParamSets:
                     key = parameter.device, spec.rank_group, spec.group if spec.path in with_lr else None
                     here = spec if spec.device == parameter.device else replace(spec, device=parameter.device)
                     found.setdefault(key, []).append((parameter, here))
+        earlier = (param_set for other in self.batches if other is not batch for param_set in other.sets)
+        rows = [pair for one in earlier for pair in zip(one.parameters, one.specs, strict=True)]
+        rows += chain.from_iterable(found.values())
+        require_own_memory((spec.name, local(parameter)) for parameter, spec in rows)
         sets = [tuple(zip(*rows, strict=True)) for rows in found.values()]
         return [ParamSet(params, specs, self.recipe, self._assignments.phases) for params, specs in sets]
 
