@@ -179,7 +179,10 @@ class DescribedParameters:
                         "torch.nn.ModuleList([first, second]))"
                     )
         named = [entry for group in groups if not isinstance(group, Tensor) for entry in group]
-        pairs = (entry for entry in named if isinstance(entry, tuple) and len(entry) == 2)
+        pairs = [entry for entry in named if isinstance(entry, tuple) and len(entry) == 2]
+        for entry in params if pairs else ():
+            if isinstance(entry, dict) and entry.get("params") == []:
+                entry.setdefault("param_names", [])  # torch requires names of all groups or of none
         new = [pair for pair in pairs if isinstance(pair[1], Tensor) and id(pair[1]) not in given.infos]
         return cls(params, {**describe_named(new), **given.infos}, given.others, given.model)
 

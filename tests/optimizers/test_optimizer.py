@@ -242,6 +242,23 @@ def test_groups_have_their_own_lr_and_weight_decay() -> None:
     assert equal(ours, alone)
 
 
+@pytest.mark.parametrize("empty", [0, 1])
+@pytest.mark.parametrize("names", [True, False])
+def test_a_group_may_be_empty(empty: int, names: bool) -> None:
+    """A trainer puts vectors into a group without decay, and a model may have none."""
+
+    def run(groups: bool) -> list[torch.Tensor]:
+        params = parameters([(4, 3), (5,)])
+        given = [{"params": named(params) if names else params}, {"params": [], "weight_decay": 0.0}]
+        optimizer = Optimizer(given[:: -1 if empty == 0 else 1] if groups else given[:1], "adamw")
+        drive(optimizer, params, gradients(params, 2))
+        optimizer.load_state_dict(optimizer.state_dict())
+        drive(copy.deepcopy(optimizer) if not groups else optimizer, params, [])
+        return params
+
+    assert equal(run(True), run(False))
+
+
 def test_the_order_of_groups_does_not_matter() -> None:
     shapes = [(4, 3), (3, 2)]
     runs = []
