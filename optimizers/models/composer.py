@@ -83,7 +83,8 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
         for signal, watch in _WATCHES.items():
             if signal in asking:
                 watch(optimizer, described.model)
-        if optimizer.recipe.averaging is not None:
+        compiled = isinstance(described.model, torch.jit.ScriptModule)  # it accepts no hooks
+        if optimizer.recipe.averaging is not None and not compiled:
             hook = EvaluationHook(optimizer)
             hook.handle = described.model.register_forward_pre_hook(hook)
             weakref.finalize(optimizer, hook.handle.remove)

@@ -148,8 +148,10 @@ def whole(x: Tensor) -> Tensor:
 
 def _multiplies(module: nn.Module) -> bool:
     """Return True if a layer is known to multiply its inputs by its weight."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag, torch.jit.ScriptModule)):  # compiled code calls no hooks
+        return False
     weight = module._parameters.get("weight")
-    if weight is None or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+    if weight is None:
         return False
     if isinstance(module, (nn.Conv1d, nn.Conv2d)):
         return module.groups == 1 and module.padding_mode == "zeros" and module.padding != "same"

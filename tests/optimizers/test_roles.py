@@ -18,6 +18,8 @@ from eigengraft.optimizers.models.composer import grouped, submodel
 from eigengraft.optimizers.plan.plan import known
 from eigengraft.optimizers.recipe.routing import ParamInfo, describe_model, describe_named
 
+from ..refusals import refused
+
 D = 16
 """Width of the models."""
 
@@ -760,6 +762,22 @@ def test_wrappers_and_devices_change_no_role(model: str, wrapper: str) -> None:
         describe_model(made).values() for made in (CASES[model].make(), WRAPPERS[wrapper](CASES[model].make()))
     )
     assert [(info.role, info.unclear) for info in wrapped] == [(info.role, info.unclear) for info in plain]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda model: torch.jit.trace(model, torch.zeros(2, 4))])
+def test_modules_of_torchscript_have_the_roles_of_their_source(compiled: Callable[[nn.Module], nn.Module]) -> None:
+    source = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
+    model = compiled(source)
+    tables = [compose("muon", one).routing_table() for one in (source, model)]
+    own, scripted = ([(row.name, row.route) for row in table] for table in tables)
+    assert own == scripted
+    compose("schedule_free_adamw", model)
+    optimizer = compose("newton_muon", model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with refused(ValueError, "activation_gram", "0.weight"):  # compiled code calls no hooks
+        optimizer.step()
 
 
 class Doubled(nn.Module):

@@ -429,9 +429,8 @@ def own_parameter(module: object, name: str) -> nn.Parameter | None:
     if isinstance(lists, nn.ModuleDict) and name in lists:
         originals = list(lists[name].parameters(recurse=False))
         return max(originals, key=nn.Parameter.numel, default=None)
-    value = getattr(module, name, None)  # by attribute: wrappers of modules forward attributes
-    names = (f"{name}_orig", f"{name}_v")
-    found = [value, *(module._parameters.get(own) for own in names)]
+    # by attribute: wrappers of modules forward attributes, and compiled modules (torch.jit) have no dict of parameters
+    found = [getattr(module, own, None) for own in (name, f"{name}_orig", f"{name}_v")]
     return next((own for own in found if isinstance(own, nn.Parameter)), None)
 
 
