@@ -20,6 +20,7 @@ from eigengraft.errors import did_you_mean, warn_user
 from eigengraft.numerics import fake_mode
 from eigengraft.signals import PARTNER, asking
 
+from .recipe.loading import load_recipe
 from .recipe.recipe import Recipe, Route
 from .recipe.routing import ParamInfo
 from .write.closures import SCALE
@@ -167,6 +168,8 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[
     for key in group:
         if key in _KEYS or key in options or (follows_peak and key == "max_lr"):
             continue
+        if key == "overrides" and "recipe" in group:
+            continue
         # a key that contains a known name, such as weight_decay_mult, is the user's own key and no misspelling
         known = [name for name in _MEANT if name not in key]
         hint = did_you_mean(key, known, 0.75, [_OTHER_NAMES[key]] if key in _OTHER_NAMES else ())
@@ -179,7 +182,9 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[
         warn_user(f"param group: '{key}' stays in the group, but has no effect on steps{why}")
     if "params" not in group:
         raise ValueError(f"param group: 'params' is missing, got the keys {[*group]}")
-    if group.get("recipe", recipe) != recipe:
+    given = group.get("recipe", recipe)
+    # wrappers (SAM) make groups with all arguments of the optimizer that they wrap
+    if given != recipe and load_recipe(given, group.get("overrides", ())).to_json() != recipe:
         raise ValueError(
             "param group: 'recipe' cannot differ between groups; an optimizer has one recipe, whose `routes` send "
             "parameters to different updates"

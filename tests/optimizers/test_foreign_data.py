@@ -153,6 +153,25 @@ def test_keys_of_wrappers_stay_in_groups() -> None:
         assert {key: group[key] for key in own} == own
 
 
+@pytest.mark.parametrize("overrides", [{"update.rms.beta": 0.9}, ["update.rms.beta=0.9"], ()], ids=str)
+@pytest.mark.parametrize("recipe", ["adamw", {"update": ["momentum", "rms"]}, [Momentum(), RMS()]], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_wrappers_may_pass_the_recipe_in_groups_too(recipe: Any, overrides: Any) -> None:
+    """SAM and ZeroRedundancyOptimizer make groups with all arguments of the optimizer, and pass both to it."""
+    given = {"recipe": recipe, "lr": 0.1, "overrides": overrides}
+    wrapper = torch.optim.Optimizer([weight()], given)
+    inside = Optimizer(wrapper.param_groups, **given)
+    alone = Optimizer([weight()], **given)
+    stepped(inside)
+    stepped(alone)
+    assert torch.equal(inside.param_groups[0]["params"][0], alone.param_groups[0]["params"][0])
+
+
+def test_a_group_of_another_recipe_is_refused() -> None:
+    with refused(ValueError, "recipe"):
+        Optimizer([weight()], "adamw").add_param_group({"params": [weight()], "recipe": "sgd"})
+
+
 @pytest.mark.parametrize(
     "key", ["betas", "eps", "momentum", "nesterov", "amsgrad", "update", "routes", "weight_deacy", "learning_rate"]
 )
