@@ -501,22 +501,39 @@ class ModelLink:
     def __init__(self, model: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
         self.model = weakref.ref(model)
         places = {id(own): (at, place) for at, group in enumerate(groups) for place, own in enumerate(group["params"])}
-        self._places = {name: places[id(own)] for name, own in model.named_parameters() if id(own) in places}
+        named = dict(model.named_parameters())
+        self._names = frozenset(named)
+        self._places = {name: places[id(own)] for name, own in named.items() if id(own) in places}
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise RuntimeError if a parameter was replaced in the model by one that is in no group and has a gradient.
 
-        Weights that were tied after the optimizer was made are accepted, because the tied parameter is in a group.
+        The new parameter has the name of the old one, or it has the shape of the old one and a name that is new in the
+        model, which the old one has left (`remove_parametrizations`). Weights that were tied after the optimizer was
+        made are accepted, because the tied parameter is in a group.
         """
         ours = {id(parameter) for group in groups for parameter in group["params"]}
-        for name, held in () if (model := self.model()) is None else model.named_parameters():
-            if name not in self._places or held.grad is None or id(held) in ours:
+        held = {} if (model := self.model()) is None else dict(model.named_parameters())
+        strange = {name: own for name, own in held.items() if own.grad is not None and id(own) not in ours}
+        for name, own in strange.items():
+            old = name if name in self._names else self._left(groups, held, own.shape)
+            if old not in self._places:
                 continue
-            at, place = self._places[name]
+            at, place = self._places[old]
             parameter = groups[at]["params"][place]
             if parameter.grad is None and parameter.requires_grad:
+                which = "parameter was replaced" if old == name else f"parameter has replaced {old}"
                 raise RuntimeError(
-                    f"{name}: the model's parameter was replaced after the optimizer was made, so its gradient would "
-                    "be ignored; replace parameters (by sharding or resizing) before composing, or compose a new "
-                    "optimizer"
+                    f"{name}: the model's {which} after the optimizer was made, so its gradient would be ignored; "
+                    "replace parameters (by sharding, resizing or a parametrization) before composing, or compose a "
+                    "new optimizer"
                 )
+
+    def _left(self, groups: Sequence[Mapping[str, Any]], held: Mapping[str, Tensor], shape: torch.Size) -> str | None:
+        """Return the name of a parameter of a shape that is no longer in the model, or None if there is none.
+
+        held: the present parameters of the model.
+        """
+        inside = {id(own) for own in held.values()}
+        left = {name: groups[at]["params"][place] for name, (at, place) in self._places.items() if name not in held}
+        return next((name for name, own in left.items() if own.shape == shape and id(own) not in inside), None)

@@ -120,6 +120,35 @@ class TestReplacedParameters:
             optimizer.step()
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
+    def test_a_weight_in_place_of_its_parametrization_is_noticed(self) -> None:
+        model = Net()
+        nn.utils.parametrizations.weight_norm(model.hidden)
+        optimizer = compose("adamw", model)
+        nn.utils.parametrize.remove_parametrizations(model.hidden, "weight")
+        backward(model)
+        with refused(RuntimeError, "hidden.weight"):
+            optimizer.step()
+
+    def test_a_weight_that_has_another_name_now_is_trained(self) -> None:
+        model = Net()
+        optimizer = compose("adamw", model)
+        nn.utils.parametrizations.spectral_norm(model.hidden)
+        before = model.hidden.parametrizations.weight.original.detach().clone()
+        backward(model)
+        optimizer.step()
+        assert not torch.equal(model.hidden.parametrizations.weight.original, before)
+
+    def test_another_layer_may_come_where_one_has_left(self) -> None:
+        model = Net()
+        optimizer = compose("adamw", model)
+        backward(model)
+        del model.last
+        model.other = nn.Linear(7, 7)
+        model.other.weight.grad = torch.ones(7, 7)
+        optimizer.zero_grad()
+        model.hidden.weight.grad = torch.ones_like(model.hidden.weight)
+        optimizer.step()
+
     def test_a_module_in_place_of_another_is_noticed(self) -> None:
         model = Net()
         optimizer = compose("adamw", model)
