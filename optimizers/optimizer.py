@@ -162,6 +162,8 @@ class Optimizer(ComposedOptimizer):
             ValueError: the group has an option of the recipe or of torch's optimizers, or does not fit the recipe. The
                 optimizer does not change.
         """
+        if self._known is None:
+            self._adopt_changes()
         own, relative = self.param_sets, self.param_sets.follows_peak is not None
         group, index = own_keys(param_group, own.recipe_text, relative), len(self.param_groups)
         self._asks_fused = self._asks_fused or bool(param_group.get("fused"))

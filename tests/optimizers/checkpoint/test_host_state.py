@@ -140,6 +140,37 @@ def test_state_that_was_removed_is_gone_until_the_next_gradient(way: str) -> Non
     assert int(optimizer.state[params[0]]["step"]) == 2
 
 
+@pytest.mark.parametrize("way", [*REMOVALS, *MOVES])
+def test_changes_count_where_a_group_is_added_at_once(way: str) -> None:
+    """To add a group records the state of all parameters, which then must not hold what was taken out."""
+    runs = []
+    for late in (False, True):
+        params, optimizer = trained("soap_fitted")
+        added = nn.Parameter(torch.ones(4, 3))
+        (REMOVALS | MOVES)[way](optimizer)
+        if not late:
+            optimizer.state_dict()
+        optimizer.add_param_group({"params": [("p3", added)]})
+        drive(optimizer, [*params, added], range(7, 12))
+        runs.append([snapshot(optimizer), *params, added])
+    assert same(runs[0], runs[1])
+
+
+def test_changes_of_small_tensors_count_where_a_parameter_is_thawed_at_once() -> None:
+    params = [nn.Parameter(torch.ones(4 if i else 5)) for i in range(80)]
+    late = nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = Optimizer(named(params), "adam", lr=0.1)
+    drive(optimizer, params, range(2))
+    optimizer.add_param_group({"params": [("late", late)]})
+    optimizer.state[params[79]][V].data = torch.full((4,), 400.0)
+    late.requires_grad_(True)
+    optimizer.zero_grad()
+    drive(optimizer, [late], range(2, 3))
+    before = params[79].detach().clone()
+    drive(optimizer, params, range(3, 4))
+    assert float((params[79] - before).detach().abs().max()) < 0.1 * 3 / 20
+
+
 def keeps_weights(recipe: str) -> bool:
     keys = Optimizer(named(parameters()), recipe).state_dict()["state"][0]
     return any(key in keys for key in ("averaging/z", "averaging/mean", "averaging/queue", "0/update.prodigy/origin"))
