@@ -110,6 +110,13 @@ class Experiment(Component):
     def _resolve(cls, data: Any) -> Any:
         return _with_recipe(with_imports(data)) if isinstance(data, Mapping) else data
 
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _has_the_range_of_gradients(cls, precision: Any) -> Any:
+        if precision in ("fp16", "float16", "half"):
+            raise ValueError("float16 needs a loss that is scaled, because small gradients are 0 in it; use bfloat16")
+        return precision
+
     @field_validator("steps")
     @classmethod
     def _longer_than_warmup(cls, steps: int, info: ValidationInfo) -> int:

@@ -56,6 +56,7 @@ EXPERIMENTS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ),
     ("{task: digits, recipe: nowhere.yaml}", ("nowhere.yaml",)),
     ("{task: digits, recipe: [saop]}", ("update.saop", "saop")),
+    ("{task: digits, recipe: soap, precision: fp16}", ("precision", "fp16", "bfloat16")),
 )
 STUDIES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("{axes: {lr: [1, 2]}}", ("base",)),
