@@ -231,7 +231,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "overfitting": Explanation(
         "the model has learned the training rows by heart: it is large, or trains long, for so few rows",
-        "train for fewer steps, use more data, {decay} or dropout; compare the best evaluation, not the last",
+        "{slow}train for fewer steps, use more data, {decay} or dropout; compare the best evaluation, not the last",
     ),
     "worse than guessing": Explanation(
         "labels are noise or belong to other inputs, validation rows are unlike training rows, or the model overfits",
@@ -650,6 +650,14 @@ def _lower(record: Record) -> str:
     return f"divide lr by {_rounded(first / target)}{_advised(record, target / first)}{_of_recipe(record)}"
 
 
+def _slow(record: Record) -> str:
+    """Return advice to lower the learning rate before all else if the first update was far too large, else ""."""
+    first = record.first_step
+    if first is None or first < LARGE_STEP:
+        return ""
+    return f"first {_lower(record)}, because the first update changed the weights by {first:.2g} of their size; then "
+
+
 def _raise(record: Record) -> str:
     """Return advice about a loss that does not fall. Small updates give the advice to raise the learning rate.
 
@@ -776,6 +784,7 @@ def _revive(record: Record) -> str:
 
 ADVICE: Mapping[str, Callable[[Record], str]] = {
     "lower": _lower,
+    "slow": _slow,
     "further": _further,
     "raise": _raise,
     "rate": _rate,

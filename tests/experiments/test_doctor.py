@@ -381,6 +381,19 @@ def test_advice_for_weight_decay_says_more_if_the_run_has_some(recipe: str, name
     assert found.kind == "overfitting" and named in found.remedy
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advised"), [(0.9, "first divide lr by 30, because"), (0.2, "train for fewer steps")]
+)
+def test_overfitting_after_far_too_large_updates_is_first_a_matter_of_the_learning_rate(
+    ratio: float, advised: str, tmp_path: Path
+) -> None:
+    with RunLog(tmp_path, "text", 4) as log:
+        for step, (loss, val_loss) in enumerate([(2.0, 0.55), (0.4, 0.9), (0.01, 1.4), (1e-4, 1.8)], start=1):
+            log.row(step, loss, val_loss=val_loss, update_ratio=ratio / step)
+    (found,) = diagnose(tmp_path).findings
+    assert found.kind == "overfitting" and found.remedy.startswith(advised)
+
+
 def test_weights_that_begin_with_0_are_no_matter_of_the_activation(tmp_path: Path) -> None:
     assert "random initial weights" in treated(patient("zero"), tmp_path / "zero").findings[0].remedy
     assert "smooth activation" in treated(patient("dead"), tmp_path / "dead").findings[0].remedy
