@@ -6,6 +6,7 @@ fused kernels (`step/fused.py`) compute it themselves.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -247,7 +248,7 @@ class Hyper:
 def number(group: Mapping[str, Any], key: str) -> float | Tensor:
     """Return a number of a param group as a float. A tensor on a device is returned as a 0-d tensor, which is not read.
 
-    Raises ValueError if the value is no number, or if a number on the host is negative or nan.
+    Raises ValueError if the value is no number, or if a number on the host is negative or not finite.
     """
     value: Any = group.get(key)
     if isinstance(value, Tensor) and value.numel() != 1:
@@ -256,7 +257,7 @@ def number(group: Mapping[str, Any], key: str) -> float | Tensor:
         raise ValueError(f"{key}: it must be a number, got {value!r}")
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value if value.ndim == 0 else value.reshape(())
-    if not float(value) >= 0:
+    if not 0 <= float(value) < math.inf:
         raise ValueError(f"{key}: it must be a finite number >= 0, got {float(value)}")
     return float(value)
 

@@ -143,7 +143,7 @@ def test_all_faults_of_a_recipe_are_named_at_once() -> None:
     assert sorted(paths) == ["blocking.sise", "lr", "update.rms.beta", "update.rms.epss"]
 
 
-@pytest.mark.parametrize("value", ["x", float("nan"), None])
+@pytest.mark.parametrize("value", ["x", float("nan"), float("inf"), None])
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])
 def test_wrong_numbers_put_into_a_group_are_refused_in_the_step(key: str, value: Any) -> None:
     p = nn.Parameter(torch.ones(2, 2))
