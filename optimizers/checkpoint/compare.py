@@ -15,7 +15,7 @@ from eigengraft.preconditioners.statistics import Statistic
 from eigengraft.slots import dotted
 
 from ..param_groups import check_values
-from ..recipe.loading import load_recipe, present_schema
+from ..recipe.loading import load_recipe
 from ..recipe.overrides import differences
 from ..recipe.recipe import SCHEMA_VERSION, Recipe
 from ..recipe.routing import ParamInfo, canonical_names
@@ -26,8 +26,6 @@ _SILENT = ("schema", "name", "about", "distribution", "expect", "compile", "grap
 """Fields of a recipe that change no result of a step, so that differences in these fields are ignored."""
 _OF_GROUPS = ("lr", "weight_decay.rate")
 """Fields that are only defaults of param groups. A load restores the saved values of the groups, as in torch."""
-_RENAMED = {"soap": "soap_fitted"}
-"""Old name -> present name, of shipped recipes that were renamed and whose old name belongs to another recipe now."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +35,12 @@ class RecipeChange:
     meaning: differences that give the numbers in slots another meaning, so that the state must not be loaded.
     settings: other differences, such as a decay. The optimizer's settings apply after the load.
     of_groups: differences in defaults of param groups. The saved values apply after the load.
-    renamed: present name of the saved recipe, if its name at the time of the save is now that of another recipe, which
-        the optimizer has. None in any other case.
     names: names of both recipes; None for a recipe without a name.
     """
 
     meaning: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     of_groups: tuple[str, ...] = ()
-    renamed: str | None = None
     names: tuple[str | None, str | None] = (None, None)
 
     def refusal(self, faults: list[str]) -> str:
@@ -55,9 +50,6 @@ class RecipeChange:
         """
         lines = [*self.meaning, *(self.settings if faults else ())]
         remedy = "compose with the recipe of the checkpoint, `state_dict['param_groups'][0]['recipe']`, to load it"
-        if self.renamed is not None:
-            reason = f"the saved recipe is called '{self.renamed}' now, and this optimizer's recipe has its old name"
-            remedy = f"{reason}; {remedy}"
         if all(line.startswith("storage.") for line in lines):
             remedy = "eigengraft.optimizers.convert_storage(state_dict, optimizer) makes a state dict that fits"
         saved, own = self.names
@@ -92,14 +84,14 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
         ValueError: the saved recipe is no JSON text, has another schema, or cannot be loaded here.
     """
     try:
-        mine, other = json.loads(own), present_schema(json.loads(got))
+        mine, other = json.loads(own), json.loads(got)
     except (TypeError, ValueError):
         raise ValueError("state_dict: the recipe in a param group must be JSON text, got something else") from None
     if not isinstance(other, dict) or other.get("schema") != SCHEMA_VERSION:
         got_version = other.get("schema") if isinstance(other, dict) else None
         raise ValueError(
             f"state_dict: the saved recipe has schema {got_version}; this version of eigengraft reads schema "
-            f"{SCHEMA_VERSION}"
+            f"{SCHEMA_VERSION}; resume the run with the version that saved it, or load the weights alone"
         )
     names = other.get("name"), mine.get("name")
     mine, other = without_silent(mine), without_silent(other)
@@ -112,8 +104,6 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
         raise ValueError(f"state_dict was saved with another recipe, which cannot be loaded here:\n{error}") from error
     if not differences(*(without_silent(json.loads(_without_locations(one).to_json())) for one in recipes)):
         return RecipeChange()
-    if names[0] == names[1] and (renamed := _renamed(mine, other)) is not None:
-        return RecipeChange(meaning=tuple(changed), renamed=renamed)
     before, after = map(_meanings, recipes)
     paths = _views(*recipes, infos)
     pairs = [(before[at], after[at]) for at in before.keys() & after.keys()]
@@ -139,26 +129,6 @@ def _without_locations(recipe: Recipe) -> Recipe:
     if all(quantizer.location is None for quantizer in recipe.storage.values()):
         return recipe
     return recipe.replace(storage={k: own.codec for k, own in recipe.storage.items() if own.codec is not None})
-
-
-def _renamed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Return the present name of a checkpoint's recipe if the optimizer uses the recipe that took over its old name.
-
-    Return None in any other case. A shipped recipe was renamed, and another shipped recipe has its old name now
-    (`_RENAMED`). A user who composes an optimizer by the old name therefore gets a recipe that the checkpoint does not
-    have.
-
-    Both recipes may have overrides. Each counts as the shipped recipe from which it differs in fewer fields.
-
-    own: recipe of the optimizer.
-    saved: recipe of the checkpoint.
-    """
-    for name, now in _RENAMED.items():
-        successor, former = (without_silent(json.loads(load_recipe(one).to_json())) for one in (name, now))
-        excess = [len(differences(one, successor)) - len(differences(one, former)) for one in (own, saved)]
-        if excess[0] < 0 < excess[1]:
-            return now
-    return None
 
 
 def _meanings(recipe: Recipe) -> dict[str, dict[str, Any]]:

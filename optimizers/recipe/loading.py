@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from eigengraft.component import RENAMED, Component, as_declared, plain, stage_name, validated
+from eigengraft.component import Component, as_declared, plain, stage_name, validated
 from eigengraft.errors import RecipeError, did_you_mean, near_names, near_path
 from eigengraft.preconditioners import Stage
 from eigengraft.slots import dotted
@@ -119,9 +119,11 @@ def _described(source: object) -> str:
 
 def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[str, ...]) -> dict[str, Any]:
     """Return the fields of a mapping, and the fields of its `base` that are not in the mapping."""
-    source = present_schema(source)
     if source.get("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
-        raise RecipeError(f"schema: this version of eigengraft reads schema {SCHEMA_VERSION}, got {source['schema']!r}")
+        raise RecipeError(
+            f"schema: this version of eigengraft reads schema {SCHEMA_VERSION}, got {source['schema']!r}; use the "
+            "version that wrote the recipe, or remove `schema` and correct the fields that are refused"
+        )
     own = {key: value for key, value in source.items() if key not in ("schema", "base", "set")}
     changes = source.get("set", {})
     if not isinstance(changes, Mapping):
@@ -143,17 +145,6 @@ def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[st
         return {**apply_overrides(base.model_dump(mode="json"), changes), **own}
     except RecipeError as error:
         raise RecipeError(f"set: {error}") from None
-
-
-def present_schema(data: Any) -> Any:
-    """Rename the fields of a recipe of schema 1, which checkpoints of version 0.1 contain. Other data is unchanged."""
-    return {**_renamed(data), "schema": SCHEMA_VERSION} if isinstance(data, dict) and data.get("schema") == 1 else data
-
-
-def _renamed(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {RENAMED.get(key, key): _renamed(value) for key, value in data.items()}
-    return [_renamed(value) for value in data] if isinstance(data, list) else data
 
 
 def _base(source: RecipeSource, folder: Path | None, derived: tuple[str, ...]) -> Recipe:

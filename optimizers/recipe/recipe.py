@@ -49,7 +49,7 @@ from .routing import Match, ParamInfo
 from .schema import ELSEWHERE, with_base
 
 SCHEMA_VERSION = 2
-"""Version of the field names in the JSON text of a recipe. Version 1 had other names (`component.RENAMED`)."""
+"""Version of the field names in the JSON text of a recipe. A recipe with another version is refused."""
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
 _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
 """Sample shapes of blocks. Every slot that a chain has for some block of a model, it has for a block of one of these

@@ -534,20 +534,16 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-RENAMED = {
-    "lr_ratio": "lr_multiplier",
-    "lr_scale": "width_scaling",
-    "at_once": "min_wave_work",
-    "keep_axes": "min_axes",
-}
-"""Fields that were renamed since version 0.1: {old name: new name}."""
 OTHER_NAMES = {
     "learning_rate": "lr",
     "betas": "beta",
     "epsilon": "eps",
     "wd": "weight_decay",
     "optimizer": "recipe",
-    **RENAMED,
+    "lr_ratio": "lr_multiplier",
+    "lr_scale": "width_scaling",
+    "at_once": "min_wave_work",
+    "keep_axes": "min_axes",
 }
 """Names that other libraries and version 0.1 give to fields: {their name: name of the field here}."""
 
