@@ -268,10 +268,24 @@ def read_yaml(path: str | Path) -> Any:
     return parse_yaml(text, str(path))
 
 
+_ENTRIES = "; close it, or put commas between its entries"
+_OPENED = {
+    "while parsing a flow mapping": ("brace", _ENTRIES),
+    "while parsing a flow sequence": ("bracket", _ENTRIES),
+    "while scanning a quoted scalar": ("quote", "; close it"),
+}
+"""For each construct in which ruamel.yaml may find an error, the name of the character that opens the construct, and
+what to do if it is not closed."""
+
+
 def parse_yaml(text: str, source: str = "value") -> Any:
     """Return the plain data of YAML 1.2 text.
 
     source: name of the text in error messages.
+
+    Raises:
+        RecipeError: the text is malformed. The message has line and column of the error. If a brace, bracket or quote
+            is not closed, they are those of this character, because the parser sees the error only in a later line.
     """
     try:
         from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -280,12 +294,22 @@ def parse_yaml(text: str, source: str = "value") -> Any:
     try:
         return deepcopy(_loaded(text))
     except MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        remedy = "; YAML is indented with spaces, not with tabs" if "\\t" in (error.problem or "") else ""
-        raise RecipeError(f"{source}{where}: {error.problem or 'malformed YAML'}{remedy}") from None
+        problem, mark, remedy = error.problem or "malformed YAML", error.problem_mark, ""
+        if error.context in _OPENED:
+            opened, remedy = _OPENED[error.context]
+            problem = f"the {opened} is not closed before {_place(mark)} ({problem})"
+            mark = error.context_mark
+        elif "\\t" in problem:
+            remedy = "; YAML is indented with spaces, not with tabs"
+        where = f", {_place(mark)}" if mark is not None else ""
+        raise RecipeError(f"{source}{where}: {problem}{remedy}") from None
     except YAMLError as error:
         raise RecipeError(f"{source}: malformed YAML ({error})") from None
+
+
+def _place(mark: Any) -> str:
+    """Return the line and column of a mark of ruamel.yaml, both counted from 1."""
+    return f"line {mark.line + 1}, column {mark.column + 1}"
 
 
 @lru_cache(maxsize=64)

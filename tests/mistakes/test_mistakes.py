@@ -104,7 +104,12 @@ def test_wrong_calls_are_refused(written: str, says: tuple[object, ...]) -> None
 
 
 FILES: dict[str, tuple[str | bytes, tuple[object, ...]]] = {
-    "malformed": ("update: [rms", ("mine.yaml",)),
+    "malformed": ("update: [rms", ("mine.yaml", 1, 9)),
+    # the parser sees the next two in line 4: before the colon of `lr`, and at the end of the file
+    "an open brace": ("update:\n  - {kind: rms, beta: 0.9\n  - sign\nlr: 1\n", ("mine.yaml", 2, 5, "brace", 4)),
+    "an open bracket": ("update:\n  - [rms\n  - sign\n", ("mine.yaml", 2, 5, "bracket", 4)),
+    "an open quote": ("lr: 1\nupdate: 'rms\n", ("mine.yaml", 2, 9, "quote")),
+    "a missing comma": ("update: {kind: rms,\n  beta: 0.9\n  eps: 1}", ("mine.yaml", 1, 9, "brace", 3)),
     "tab": ("update:\n\t- rms", ("mine.yaml", 2, 1)),
     "twice the same key": ("update: rms\nupdate: sign", ("mine.yaml", 2, 1)),
     "a list": ("- rms", ("mine.yaml", "update", "base", "list")),
