@@ -88,9 +88,9 @@ class CommStep:
         self._delivered[group].index_copy_(0, rows, directions)
 
     def advance(self, before: int, wait: bool = False) -> None:
-        """Send finished rounds and receive updates that have arrived.
+        """Send each message (`Round`) whose directions are complete, and receive updates that have arrived.
 
-        A rank waits for earlier rounds if parameters are sharded, or if too many finished block groups are unsent.
+        A rank waits for earlier messages if parameters are sharded, or if too many computed block groups are unsent.
 
         before: index of a block group; the directions of all groups with a smaller index have been delivered.
         wait: True to wait for earlier rounds in any case.

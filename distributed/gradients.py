@@ -159,10 +159,10 @@ class BackwardGather:
 
     @torch.no_grad()
     def report(self, device: torch.device) -> dict[str, Field]:
-        """Return two fields `[n]` for the n rounds, with 1 for true and 0 for false.
+        """Return two lists `[n]` for the n messages (`Round`) of a step, with 1 for true and 0 for false, by name.
 
-        BEGUN: this rank has begun the round.
-        CHANGED: this rank's message of the round differs from the present gradients.
+        BEGUN: this rank has begun to send the message.
+        CHANGED: the message that this rank has sent differs from the present gradients.
         """
         begun, rounds = self._next, len(self.comm_plan.rounds)
         changed = torch.zeros(rounds, dtype=torch.float64, device=device)
@@ -182,14 +182,16 @@ class BackwardGather:
         sums: the fields that `report` returns, summed over all ranks.
         """
         begun, changed = torch.stack([sums[BEGUN], sums[CHANGED]]).tolist()
-        while self._next < len(begun) and begun[self._next]:  # another rank has begun this round and waits for this one
+        while (
+            self._next < len(begun) and begun[self._next]
+        ):  # another rank has begun this round, and waits for this rank
             self._begin()
         ranks = self.comm_plan.rank_group.size
         good = {i: work for i, work in enumerate(self._works) if begun[i] == ranks and not changed[i]}
         for index, work in enumerate(self._works):
             if index not in good:
                 work.wait()
-            elif work.result.is_cuda:  # the result was made on the stream of backward
+            elif work.result.is_cuda:  # made on the stream of backward, and read on this one
                 work.result.record_stream(torch.cuda.current_stream(work.result.device))
         self._late = self._late + 1 if len(good) < len(self._works) else 0
         if self._late == 2 and self.comm_plan.rank_group.rank == 0:

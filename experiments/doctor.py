@@ -298,7 +298,7 @@ class Diagnosis:
         return "\n".join([*lines, *(f"\nnot checked: {note}" for note in self.notes)])
 
     def records(self) -> dict[str, Any]:
-        """Return the findings, the notes and `unfinished` as plain data."""
+        """Return the fields of this diagnosis, except the directory, as plain data."""
         fields = ("kind", "step", "layer", "text", "usual", "remedy")
         rows = [{name: getattr(one, name) for name in fields} for one in self.findings]
         shown = {"directory": str(self.directory), "findings": rows, "notes": list(self.notes)}

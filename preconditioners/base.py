@@ -229,7 +229,7 @@ class Stage(Schedulable, ABC, family="stage"):
         return None
 
     def traits(self, block: tuple[int, ...]) -> Traits:
-        """Return facts about the stage for blocks of this shape, which the engine needs to run it."""
+        """Return properties of the stage for blocks of this shape, such as signals, sums and costs (see `Traits`)."""
         return Traits()
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
@@ -552,7 +552,7 @@ def name_stage(error: Exception, stage: Stage, path: str) -> None:
 
 @contextmanager
 def named_stage(stage: Stage, path: str) -> Iterator[None]:
-    """Add the note of `name_stage` to an error that is raised in the `with` statement.
+    """Add a note with path, class and line of a stage to an error that is raised in the `with` statement.
 
     The engine calls hooks of a stage in such a statement when it calls them outside of a step.
     """

@@ -190,7 +190,7 @@ class Bench(Component, ABC, family="bench"):
 
     @abstractmethod
     def problems(self) -> Sequence[Problem]:
-        """Return the problems in the order in which they are measured."""
+        """Return the problems (test inputs, such as matrices of one spectrum and size) in the order of measurement."""
 
     def label(self, candidate: Any) -> str:
         """Return the name of a candidate in tables and figures."""
@@ -212,7 +212,7 @@ class Bench(Component, ABC, family="bench"):
 
     @abstractmethod
     def panels(self) -> tuple[Panel, Panel]:
-        """Return the descriptions of the two halves of the figure: their axes, and functions of their lines."""
+        """Return the descriptions of the two halves of the figure: their axes, and how lines are made of rows."""
 
     @abstractmethod
     def recommendations(self) -> Sequence[Recommendation]:

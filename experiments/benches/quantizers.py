@@ -386,9 +386,9 @@ class StoredStack:
 
 
 def losses(problem: StorageProblem, role: Role, decoded: Tensor) -> dict[str, float]:
-    """Return the columns of a row that compare a decoded stack with the exact matrices of the problem.
+    """Return, by column of the results, how far a decoded stack is from the exact matrices of the problem.
 
-    role: role in which the stack was stored.
+    role: use for which the stack was stored: "statistic", "basis" or "root".
     decoded: `[N, d, d]`, the stack as decoded from its codes.
     """
     ok = decoded.isfinite().all(-1).all(-1).cpu()

@@ -302,12 +302,12 @@ def parse_candidates(value: Any) -> Any:
 
 
 class StepBench(Bench):
-    """Times of a step of every candidate on every set of parameters with every interval.
+    """Measures the time of a step of every optimizer on every set of parameters, with every interval of refreshes.
 
     Candidates with the same algorithm take turns: in a round each of them makes one step, A B C A B C ... The first
-    `warm` rounds are not timed, nor are the steps in which operators and bytes are counted. After that, as many
-    intervals between refreshes are timed as `periods` says, or one if no candidate has refreshes. The columns `steady`
-    to `largest` are computed from medians over these intervals. The field `seconds` has no effect.
+    `warm` rounds are not timed, nor are the steps in which operators and bytes are counted. After that,
+    `periods` intervals between refreshes are timed, or one if no candidate has refreshes. A reported time is the median
+    over these intervals. The field `seconds` has no effect.
     """
 
     kind: Literal["step"] = "step"

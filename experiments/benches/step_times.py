@@ -103,7 +103,7 @@ The size is just below the largest one from which glibc learns how much memory t
 
 
 def one_step(contender: Contender, gradients: Sequence[Tensor], clock: Callable[[], float]) -> StepTime:
-    """Return the times of one step. Gradients are copied first, because some optimizers write to them."""
+    """Make one step, and return how long it took. Gradients are copied first, because some optimizers write to them."""
     give(contender, gradients)
     synchronize(gradients)
     cuda: Any = torch.cuda

@@ -290,8 +290,8 @@ def _formula(cls: type[Component]) -> str:
 
 
 def print_signal(name: str) -> bool:
-    """Print a signal, or the list of all signals for `signal` and `signals`. Return False, and print nothing, if there
-    is no such signal.
+    """Print the description of a signal, which is an input of stages beside the gradient. The words `signal` and
+    `signals` print a list of all. Return False, and print nothing, if there is no such signal.
     """
     from eigengraft.signals import known_signals
 
@@ -333,7 +333,7 @@ def _about(cls: type[Component]) -> str:
 
 
 def _registered() -> dict[str, type[Component]]:
-    """Return all families by name with their members, including members that imported files define."""
+    """Return the kinds of parts ("stage", "cadence", ...) by name, each with its components, also imported ones."""
     from eigengraft.component import families
 
     from .. import benches  # noqa: F401  defines the families of benches

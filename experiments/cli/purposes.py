@@ -196,7 +196,7 @@ it.
 
 @cache
 def recipe_numbers() -> dict[str, RecipeNumbers]:
-    """Return the measured and counted numbers of each shipped recipe, by its name."""
+    """Return scores, learning rate, bytes of state and time of a step of each shipped recipe, by its name."""
     return {name: RecipeNumbers(*own) for name, own in _numbers_file()["recipes"].items()}
 
 

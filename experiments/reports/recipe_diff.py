@@ -1,4 +1,4 @@
-"""Differences between the resolved configurations of the compared labels."""
+"""Fields in which the runs compared in a report, such as those of two recipes, have different configurations."""
 
 from __future__ import annotations
 

@@ -401,10 +401,11 @@ def interval_test(
 
 
 def _by_seed(claim: PaperClaim, pair: CellPair, results: StudyResults) -> dict[int, float]:
-    """Return by seed how much the metric of the claim in the cells `pair.of` differs from that in their partners.
+    """Return by seed how much a metric differs between the two methods that a claim compares.
 
-    If the claim compares by ratio, the result is the mean over these cells of the logarithm of the ratio, else the mean
-    of the difference. For the metric `fitted_steps` it is the logarithm of one ratio, which is fitted to all cells.
+    `pair.of` selects the runs of the one method. The partner of a run has other labels, those of `pair.than`. If the
+    claim compares by ratio, the result is the mean over pairs of the logarithm of the ratio, else the mean of the
+    difference. For the metric `fitted_steps` it is the logarithm of one ratio, which is fitted to all cells.
     """
     pairs: dict[int, list[tuple[ResultRow, ResultRow]]] = {}
     for row in results.rows:

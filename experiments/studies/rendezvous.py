@@ -175,7 +175,7 @@ class FileLeases(Leases):
 
     def remove(self, lease: Lease) -> None:
         self._file(lease).unlink(missing_ok=True)
-        with suppress(OSError):  # another worker may have created a lease there
+        with suppress(OSError):  # the folder may have the new lease of another worker
             self._folder.rmdir()
 
     def beat(self, lease: Lease) -> bool:

@@ -148,8 +148,8 @@ if TYPE_CHECKING:
 class Study(Component):
     """A set of runs: every combination of one label from each axis is a cell, and every cell is run with each seed.
 
-    A cell is the base experiment with the values of its labels, axis by axis, and then the values of the settings that
-    select it. Excluded combinations are not run.
+    A cell is the base experiment with the values of its labels, axis by axis. After that come the values of each item
+    of `settings` whose `when` names labels of the cell. Excluded combinations are not run.
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = {

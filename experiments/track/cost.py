@@ -96,7 +96,8 @@ def _numel(model: str) -> int:
 
 @cache
 def _work(declared: str, model: str) -> tuple[float, float, float]:
-    """Return the counts F, H and B of a step, which the docstring of this module defines.
+    """Return operations in float32, operations in bfloat16 and bytes of the optimizer in a step (F, H and B, see
+    above).
 
     All layers are equal, so each number is linear in the number of layers. It is extrapolated from models of one and of
     two layers.
@@ -110,7 +111,7 @@ def _work(declared: str, model: str) -> tuple[float, float, float]:
 
 
 def _planned(recipe: Recipe, model: str, layers: int) -> tuple[float, float, float]:
-    """Return the counts F and H of a step of the model with only `layers` layers, and its bytes of state."""
+    """Return operations in float32 and in bfloat16 of a step of a model with `layers` layers, and bytes of state."""
     infos = _parameters(model, layers)
     found, half = plan(recipe, infos, (1,), "ddp"), _half_operations(recipe, infos)
     return float(found.work[0]) - half, half, float(found.state[0])

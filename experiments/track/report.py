@@ -93,7 +93,7 @@ class Standing:
 
     @property
     def order(self) -> list[str]:
-        """Names of the entries, the best score of steps (`profiles[""]`) first."""
+        """Names of the entries, those that need the fewest steps first (by the scores `profiles[""]`)."""
         return sorted(self.scores, key=lambda name: (-self.profiles[""][name], name))
 
 

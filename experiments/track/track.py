@@ -36,7 +36,8 @@ class TrackTask(Component):
     """One task of a track, and when a loss counts as reached.
 
     A recipe has reached `target` at a step if (target - mean) sqrt(n) >= z sigma. `mean` is the mean validation loss of
-    n seeds at that step, and z the number of standard errors that the track requires.
+    n seeds at that step, sigma the standard deviation of a loss over seeds, and z the number of standard errors that
+    the track requires.
     """
 
     experiment: dict[str, Any] = Field(min_length=1, description="the task and the steps, as in an experiment file")

@@ -101,7 +101,10 @@ class Layers:
         self._watch = NormWatch(self.parameters) if self.parameters else None
 
     def after(self) -> None:
-        """Measure the step that `before` prepared, if any. All ranks must call this."""
+        """Compute the norms of weights, gradients and updates of the step since `before`, if it was called.
+
+        All ranks must call this.
+        """
         watch, self._watch = self._watch, None
         if watch is None:
             return

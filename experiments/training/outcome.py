@@ -1,4 +1,4 @@
-"""Progress and outcome of a run: a tick per step, windows of metrics, and the result."""
+"""Progress and outcome of a run: a record for each step (`Tick`), metrics of the latest steps, and the result."""
 
 from __future__ import annotations
 

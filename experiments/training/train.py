@@ -178,7 +178,7 @@ class Trainer:
             with self._recorded_errors(self.step):
                 ends = not self.window.losses and self.callbacks.stop(tick, finite)  # a row was written
             if not finite or ends or self.step == self.experiment.steps:
-                # Before the checkpoint of this step, which does not contain the table.
+                # Written before the checkpoint of this step, because a checkpoint does not contain the table of layers.
                 self._write_layers()
             if not finite:
                 return self._finish(None, fault.text)

@@ -118,9 +118,9 @@ def _of_norms(param_set: ParamSet, watch: NormWatch) -> Iterator[Measurement]:
 
 
 def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sample]) -> Iterator[Measurement]:
-    """Yield the measurements of a watched step for the blocks of a stack.
+    """Yield what was measured in the step that `watch_next_step` selected, for the blocks of a stack.
 
-    If there are several samples of a measure for a block, only the last one is used.
+    If a measure of a block was recorded several times in the step, only the last value is used.
     """
     blocks, found = list(stack_state.rows()), dict[tuple[object, ...], Measurement]()
     for stage, slot, measure, rows, mask, sums in samples:

@@ -168,7 +168,11 @@ def _provide(
 
 
 def _rows(who: str, param_set: ParamSet, takers: set[int]) -> Iterator[tuple[ParamSet, str, Tensor]]:
-    """Yield (parameter set, name, parameter) for the parameters for which the signal is estimated."""
+    """Yield (parameter set, name, parameter) for the parameters of a set for which curvature is estimated.
+
+    who: name of the public function, for errors.
+    takers: ids of the parameters whose update requests the estimate.
+    """
     for name, parameter in zip(param_set.names, param_set.parameters, strict=True):
         if id(parameter) in takers and parameter.requires_grad:
             if is_dtensor(parameter):

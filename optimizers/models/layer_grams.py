@@ -80,7 +80,8 @@ class LayerGrams(GradientSums):
         return weight is parameter or is_dtensor(parameter)  # otherwise `functional_call` passed another weight
 
     def add_later(self, module: nn.Module, rows: CallRows, output: Tensor) -> None:
-        """Register a hook that adds X^T X of one call of a layer to the layer's sum during backward.
+        """Register a hook that adds X^T X to the layer's sum during backward, with the inputs of one call as rows of X,
+        or the gradients of its outputs.
 
         The hook belongs to the output tensor of the call. Backward calls it with the gradient of the output, even if
         the next layer writes into this tensor.
@@ -246,7 +247,7 @@ def _see_outputs(path: str, module: nn.Module, args: tuple[Any, ...], output: An
     """Prepare the collection of the gradients of the output of one call of a layer.
 
     Return a pair: a function that computes the Gram matrix of these gradients, and the output, whose gradient is passed
-    to that function. The second is None if no gradient reaches the output.
+    to that function. None stands in place of the output if no gradient reaches it.
     """
     weight = module._parameters["weight"]
     assert weight is not None

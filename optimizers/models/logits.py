@@ -162,8 +162,8 @@ class _Span:
     def place(self, numbers: Tensor, name: str) -> Tensor:
         """Return one number for each head of all ranks: the given numbers for heads of this rank, 0 for other heads.
 
-        Every head has equally many items of the range: d = `length` / number of heads of this rank. If items are heads,
-        d = 1. The first head of this rank is therefore head `start` / d.
+        The range of this rank counts items: heads, or rows of the weight, of which every head has equally many. Each
+        head has d = `length` / number of heads of this rank. The first head of this rank is therefore head `start` / d.
 
         numbers: one number for each head of this rank.
         name: name of the weight, for the message.
@@ -265,7 +265,7 @@ def _heads(q: Tensor, k: Tensor) -> tuple[_Span, _Span]:
 
 
 def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
-    """Return this rank's box of a tensor."""
+    """Return the entries of a sharded tensor that this rank holds, as ranges of indices along its axes."""
     ranks = mesh.mesh.flatten().tolist()
     return Layout.from_placements(shape, tuple(mesh.mesh.shape), placements).boxes[ranks.index(dist.get_rank())]
 

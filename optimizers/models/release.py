@@ -123,8 +123,9 @@ class Release:
     """The release of an optimizer's gradients during backward, as the function `release` makes it."""
 
     def __init__(self, optimizer: Optimizer, parts: int, averaged: bool) -> None:
-        """Prepare the release of an optimizer's gradients. The method `hook` begins the release.
+        """Prepare to update parameters during backward and to free their gradients. The method `hook` begins it.
 
+        parts: complete gradients are collected until they have 1 / parts of the bytes of all gradients.
         averaged: True if the model averages gradients over ranks after they are complete.
         """
         self._optimizer, self._parts, self._averaged = weakref.ref(optimizer), parts, averaged
@@ -246,7 +247,10 @@ class Release:
         return self._made
 
     def _update_pending(self, optimizer: Optimizer, step: _Step) -> None:
-        """Update the parameters of the units in `step.pending`, and free their gradients. The list is then empty."""
+        """Update the parameters whose gradients have been collected (`step.pending`), and free these gradients.
+
+        The list is then empty.
+        """
         chosen: dict[ParamSet, NDArray[np.bool_]] = {}
         for unit in step.pending:
             only = chosen.setdefault(unit.param_set, np.zeros(len(unit.param_set.specs), dtype=np.bool_))

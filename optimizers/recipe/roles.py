@@ -215,7 +215,9 @@ class Heads:
             return direct[-1]
         inside = [layer for layer in layers if layer.kind != "other" and not self.repeated(layer)]
         free = [layer for layer in inside if not layer.tied and not self.consumed(layer)]
-        if any(layer.tied for layer in inside):  # the head is an embedding; other heads may be beside it
+        if any(
+            layer.tied for layer in inside
+        ):  # a tied weight counts as an embedding: only layers without one may be heads
             inside = free
         final = [layer for layer in free if _is_final(layer.path[depth:]) and not _HIDDEN.intersection(layer.path)]
         final = final or [layer for layer in inside if not _names(layer.path[depth:])]
@@ -356,7 +358,7 @@ class Heads:
                     self.why.setdefault(layer.key, f"output head beside {'.'.join(head.path)}")
 
     def _hidden(self, layer: Layer) -> bool:
-        """Return True if a layer beside a head cannot be a head."""
+        """Return True if a layer next to a head is no head: by name or kind, or as another layer uses its output."""
         named = layer.path[-1] in _HIDDEN or layer.tied or layer.kind == "other"
         return named or self.consumed(layer) or self.repeated(layer)
 

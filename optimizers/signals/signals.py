@@ -73,7 +73,7 @@ class Provided:
             kept[key] = (one if before is None else joined(_as_tensor(before), _as_tensor(one)), count + 1)
 
     def get(self, signal: Signal, parameter: Tensor) -> Tensor | None:
-        """Return the provided value of a signal for a parameter, or None if there is none.
+        """Return the value of a signal (an input beside the gradient) for a parameter; None if none was provided.
 
         A signal that is one number for the whole step has the same value for all parameters.
         """
@@ -206,7 +206,7 @@ class SignalCall:
 
     @property
     def level(self) -> str:
-        """Return the name of the field of `fields` with the level of this rank's values: `MISSING`, `SOME` or `ALL`."""
+        """Return the name under which `fields` has `MISSING`, `SOME` or `ALL`: how complete this rank's values are."""
         return f"level of {self.signal.name}"
 
     def used(self, level: float, sizes: Tensor | None) -> Sequence[int]:
@@ -422,7 +422,11 @@ class Signals:
         return asked
 
     def unprovided(self, param_sets: Iterable[ParamSet]) -> list[tuple[str, str, bool]]:
-        """Return (signal, path that requests it, True if it is required) for signals without a source or a value."""
+        """Return (signal, path of the stage that requests it, True if it is required) for each signal that lacks a
+        value.
+
+        A signal that a function provides in every step is not among them.
+        """
         self._follow_first(param_sets)
         known = OWN | {"loss"} | self.provided.sources.keys() | self.provided.names
         asked = [
@@ -452,7 +456,7 @@ class Signals:
         return not self.asking.keys() <= PER_STACK or any(map(self.totals, param_sets))
 
     def collect(self, parameters: Sequence[Tensor]) -> None:
-        """Call the functions that return values in every step, and store the values for the next call of `take`."""
+        """Call the functions that were given to `provide`, and store the values that they return for this step."""
         for name, sources in self.provided.sources.items():
             for given in [source() for source in sources]:
                 if given is not None:
@@ -474,7 +478,11 @@ class Signals:
         return self.provided.get(known_signals()["loss"], parameter)
 
     def take(self, steps: ReadySteps, taken: int | None = None) -> ReadySteps:
-        """Add the signals to the steps, and return the steps. Raise ValueError on all ranks if a signal is missing.
+        """Return the inputs of steps with the values of all signals added. All values are then dropped.
+
+        Raise ValueError on all ranks if a required signal has no value.
+
+        steps: parameter sets with the inputs of their steps.
 
         taken: number of steps before this one. None: the largest step count of the parameters.
         """

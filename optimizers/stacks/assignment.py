@@ -172,9 +172,10 @@ def _blocks(
     """Yield each block of a parameter with its cost.
 
     cost_of: function that returns the cost of a block from its path, shape and dtype.
-    phases: phases of the blocks, by block key.
+    phases: for each block, by its key, the fraction of a refresh interval at which it is refreshed.
     interval: number of steps after which the refreshes repeat.
-    known: cache of the results of `_held`, by layout and grid of blocks. This function adds to it.
+    known: cache of the numbers of entries that each rank holds (`_held`), by layout and grid of blocks. This function
+        adds to it.
     """
     assert spec.placement is not None
     layout, dtype = spec.placement.layout, compute_dtype(spec.dtype)

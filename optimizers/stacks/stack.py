@@ -643,7 +643,10 @@ def _stack_states(
 def _stack_state(
     blocks: EqualBlocks, specs: Sequence[ParamSpec], recipe: Recipe, fresh: FreshCodes, block_group: int | None = None
 ) -> StackState:
-    """Return one stack with its state. `fresh` and `block_group` are fields of `StackState`."""
+    """Join equal blocks to one stack, and allocate the state of their update.
+
+    fresh, block_group: fields of `StackState`.
+    """
     path, shape, dtype, device, _ = blocks.kind
     stack = Stack(shape, dtype, device, tuple(blocks.grids))
     owners = zip(stack.param_ids.tolist(), stack.keys, strict=True)

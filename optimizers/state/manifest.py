@@ -28,7 +28,10 @@ class StateEntry(Entry):
 
 
 def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, StateEntry]]:
-    """Return the entries of all state tensors of each parameter, by state key."""
+    """Return a record (`StateEntry`: shape, dtype, owner, place) of each state tensor of each parameter, by state key.
+
+    The result is the same on every rank.
+    """
     entries: list[dict[str, StateEntry]] = [{} for _ in param_set.parameters]
     rules, storage = param_set.rules, param_set.recipe.storage
     for group in param_set.block_groups:

@@ -207,7 +207,7 @@ class HostChanges:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Copy the changed values into the stacks."""
+        """Copy values that other code has changed in `optimizer.state` into the state that steps use."""
         for own, values in zip(self.param_set.views(), self.values, strict=True):
             fill(own, {key: value for key, value in values.items() if key in own})
 

@@ -184,7 +184,7 @@ def _recorded(run: Callable[[], None], gradients: Collection[int]) -> _Recorder:
 
 
 def difference(one: Signature, other: Signature) -> str | None:
-    """Return a description of the first difference between two recordings; None if there is none.
+    """Return a description of the first difference between the operations of two steps; None if there is none.
 
     Values of tensors are not compared.
     """
@@ -273,7 +273,9 @@ class CapturedStacks:
         self.groups, self.stacks, self._run = list(groups), [own for group in groups for own in group], run
         self.fused = frozenset(fused) & {own.number for own in self.stacks}
         self._of_kernels = [own for own in self.stacks if own.number in self.fused]
-        self._constant = {own.path for own in self._of_kernels}  # updates whose weight decay is a constant of graphs
+        self._constant = {
+            own.path for own in self._of_kernels
+        }  # paths of updates whose weight decay a graph stores as a constant
         self.device, self.reason = self.stacks[0].stack.device, never(self.stacks, recipe)
         if any(not programs[own.number] and own.number not in self.fused for own in self.stacks):
             self.reason = self.reason or "each of its steps has a refresh, or sums over parameters of other stacks"
@@ -517,7 +519,7 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 class Graphs:
-    """The graphs of a parameter set.
+    """The CUDA graphs in which the steps of the parameters of one device are captured.
 
     pieces: the stacks, divided into sets with one graph each.
     left: by reason, how often a set of stacks ran a step without its graph.
@@ -545,10 +547,9 @@ class Graphs:
     def run(
         self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
     ) -> list[Sequence[StackState]]:
-        """Run this step for each of `pieces` whose graph can be captured or replayed in this step.
+        """Run this step for each set of stacks whose graph can be captured or replayed in this step.
 
-        Returns the stacks of all other pieces, in lists as in `CapturedStacks.groups`. The caller must run the step of
-        these stacks.
+        Return all other stacks, in lists as in `CapturedStacks.groups`. The caller must run the step of these stacks.
 
         moved: `[P]`, True for parameters that the step changes.
         counts: `[P]`, number of gradients of each parameter, including the present one.

@@ -40,7 +40,7 @@ _SAMPLE = 64
 
 @dataclass(frozen=True)
 class Traced(Execution):
-    """A traced program computes the directions of the whole stack in steps that a graph captures, kernel by kernel.
+    """Runs the stages of a stack, except while a CUDA graph captures a step: then a traced program computes directions.
 
     program: the traced program. None: no graph captures steps of the stack.
     """
@@ -223,7 +223,7 @@ def not_in_place(own: StackState, recipe: Recipe) -> Iterator[str]:
 
 
 def _require_traceable(own: StackState) -> None:
-    """Raise ValueError if stages request a signal whose value a traced program would store as a constant."""
+    """Raise ValueError if stages request a signal (an input beside the gradient) that no traced program can read."""
     at, known = f"{own.path}." if own.path else "", known_signals()
     for name, path in asking(own.rule.stages(own.path)).items():
         if name in _signals_of_program(own) and known[name].extent not in _SHAPES_OF_SIGNALS:
@@ -309,11 +309,11 @@ def _block_source(own: StackState, recipe: Recipe) -> ProgramSource:
 def _block_inputs(program: Program, step: StackStep, numbers: StepNumbers) -> list[Tensor] | None:
     """Return the inputs of a traced program of a stack. Return None if the program cannot compute this step.
 
-    The program computes steps in which all blocks are active, with one step count and one decay factor, without a
-    refresh and without a watch (an object that observes calls of stages). A step with a mask needs a program that was
-    traced with a mask.
+    It can if all parameters of the stack have gradients, the same step count and the same decay factor, no refresh is
+    due, and nothing observes the stages (`inspect`, checked mode). A step with a mask needs a program that was traced
+    with a mask.
 
-    numbers: numbers of the step that follow from step counts.
+    numbers: numbers that depend on the step count, such as bias corrections.
     """
     own, context, source = step.blocks.stack_state, step.context, program.source
     if step.blocks.places is not None or own.watched or context.uniform is None:
@@ -453,7 +453,7 @@ def _run_together(
 
 
 def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
-    """Return for each active block the rates and the factor with which its update is written.
+    """Return for each active block the numbers of  W <- W - lr alpha W - lr factor U, with U its direction.
 
     Blocks with equal rates and factors share one object.
     """

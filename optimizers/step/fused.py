@@ -180,7 +180,7 @@ class _Copies:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all copies."""
+        """Bytes of the copies of parameters and moments."""
         return sum(x.nbytes for x in (*self.parameters, *(copy for _, copy in self.moments)))
 
     def restore(self) -> None:

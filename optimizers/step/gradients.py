@@ -212,8 +212,8 @@ STALLED = 10
 class GradientCheck:
     """A check of gradients that has begun. `FiniteCheck.finish` reads it and decides which gradients are used.
 
-    given: inputs of the check.
-    survey: facts about the gradients.
+    given: the gradients, and the numbers that are checked with them.
+    survey: what was computed from the gradients, such as their squares.
     present: `[P]` on the host, True for parameters that have a gradient and whose param group is not idle. A group is
         idle if its learning rate and all of its gradients are 0.
     usable: `[n]`, True for usable gradients of these n parameters. None: all of them are usable.
@@ -283,8 +283,8 @@ class FiniteCheck:
         if check.usable is None and (given.allowed is None or not positions):
             self._count(len(positions), [], given.gradients, given.more)
             return present, None
-        # If the host does not read the answers, the mask stays on the device. This is also so if all gradients count as
-        # usable, and only a GradScaler decides whether there is a step.
+        # If the host does not read which gradients are usable, the mask stays on the device. This is also so if all
+        # gradients count as usable, and only a GradScaler decides whether there is a step.
         if check.answers is None:
             return present, self._defer(positions, check.usable, given.allowed, len(present))
         if (bad := _unusable(positions, answers)) is None:

@@ -235,8 +235,8 @@ class ProgramSource:
         """Run one step, and return its directions, or nothing if the step writes parameters.
 
         given: the inputs by name.
-        ask: function that returns the value of each number of the step that a stage requests (`context.per_block`).
-        questions: list to which each condition on the step that a stage checks (`context.holds`) is appended.
+        ask: function that returns the value of each number that stages request by `context.per_block`.
+        questions: list to which each condition that stages check by `context.holds` is appended.
         """
         signals = {name: given[signal_input(name)] for name in self.signals}
         context = tracing_context(ask, questions, signals, given.get("steps"))
@@ -256,7 +256,7 @@ class ProgramSource:
             return ()
 
     def _add_decay(self, given: Mapping[str, Tensor], state: State, found: Tensor) -> Tensor:
-        """Return directions plus the weight decay of the input `decaying`."""
+        """Return directions plus alpha W, with the input `decaying` as W."""
         assert self.decay is not None
         scale = StepRates(1.0, given["alpha"], self.decay)
         return add_decay(found, given["decaying"], state.scope("update"), self.sizes, partial(plus_decay, scale=scale))
@@ -373,7 +373,9 @@ class Program:
 
     def __post_init__(self) -> None:
         source = self.source
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:  # as in the trace, so that decisions are the same
+        with FakeTensorMode(
+            allow_non_fake_inputs=True
+        ) as fake:  # as in the trace, so that branches of the code are the same
             samples = {name: fake.from_tensor(_sample(kind, source.device)) for name, kind in source.inputs.items()}
             source.run(samples, self._learn, self.questions)
         if any(
@@ -430,7 +432,7 @@ class Program:
         return [given[name] for name in self.inputs]
 
     def numbers(self, step: int, run_step: int) -> dict[str, Tensor]:
-        """Return the inputs `numbered` by name: scheduled numbers and the numbers that stages request.
+        """Return the inputs that depend on the step, by name: scheduled fields, and numbers that stages request.
 
         step: step count of the blocks, from which the requested numbers are computed.
         run_step: step of the run, from which the scheduled numbers are computed.
@@ -495,7 +497,7 @@ class _Table:
     _kept: tuple[int, list[dict[str, Tensor]]] | None = None
 
     def row(self, step: int) -> dict[str, Tensor]:
-        """Return the k numbers that `rows` computes for a step by name, as 0-d tensors on the device."""
+        """Return the numbers of a step by name, as 0-d tensors on the device, from the cache if it has them."""
         if not self.names:
             return {}
         start = step - step % _SPAN

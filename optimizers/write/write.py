@@ -276,8 +276,8 @@ class Rates:
         rate, which replaces that of the param group. None: the rule of the recipe.
     hypers: values of the param groups, by index of the group.
     groups: `[P]`, index of the param group of each parameter.
-    by_value: True to treat groups with equal values as one group. False if ranks sum over the same parameters: all
-        ranks must form the same groups, and values may differ between ranks until they are checked.
+    by_value: True to treat groups with equal values as one group. It is False on several ranks, which must all form the
+        same groups, although values may differ between ranks until the check of the step has refused that.
     factor: factor of the steps of all parameters. It multiplies the learning rate of the write, but not the learning
         rate from which the decay factor alpha is computed.
     """
@@ -342,9 +342,9 @@ class Rates:
         return self._scales[path, group]
 
     def replaced(self, scales: Mapping[tuple[str, int], StepRates]) -> Rates:
-        """Return a copy in which other numbers replace those of some parameters.
+        """Return a copy with other learning rates and decays for some parameters.
 
-        scales: the numbers, by (path of an update in the recipe, index of a param group as in `alike`).
+        scales: the new rates, by (path of an update in the recipe, index of the first group with equal rates).
         """
         found = replace(self)
         found._scales.update(scales)

@@ -58,7 +58,7 @@ class Turn:
 
     @cached_property
     def stays(self) -> bool:
-        """True if the change is known to change nothing: Q_new equals Q_old, and R is the identity, for every block.
+        """True if it is known that Q_new equals Q_old for every block, so that nothing has to be transported.
 
         On a device the value is always False, because the host would have to wait for a comparison.
         """
@@ -391,7 +391,7 @@ def _factors(marginals: Mapping[int, Tensor], sums: Sequence[Tensor], power: flo
 
 
 def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
-    """Return (d / s)^power, the factor by which `fit_` multiplies a second moment v along one axis.
+    """Return (d / s)^power, by which a second moment v is multiplied along one axis, so that its sums become d.
 
     d is first scaled to the same total as s. The factor is 1 where d or s is 0.
 

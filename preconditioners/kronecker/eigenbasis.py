@@ -351,7 +351,7 @@ class Eigenbasis(Factored, DelayedRefresh):
         cached = context.kept.get(state.path)
         if cached is None:
             cached = self._rotated(state, gradient)
-            if self.statistic_frame == "basis":  # in a lagged stage `observe` runs after `apply`, and uses this cache
+            if self.statistic_frame == "basis":  # in a lagged stage, `observe` comes after `apply`, and reads it
                 context.kept[state.path] = cached
         elif not self.statistic.sequential:
             for start, stop, _ in self.due(context):

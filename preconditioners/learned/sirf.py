@@ -121,7 +121,9 @@ class SIRF(LearnedFactors):
             state[f"k.{axis}"] = torch.where(per_block(live, k), updated, k)
 
     def _of_gradient(self, factors: Mapping[int, Tensor], gradient: Tensor) -> Mapping[int, Tensor]:
-        """Return the statistic d_i / n H_i H_i^T of each axis i, for `moments: gradient`. `SIRF` explains the symbols.
+        """Return the statistic d_i / n H_i H_i^T of each axis i, with the symbols of `SIRF`, for `moments: gradient`.
+
+        H is the gradient times sqrt(batch size), multiplied by the transposed factor along each axis.
 
         The result is a matrix `[N, d, d]` for each axis, or its diagonal.
         """

@@ -155,8 +155,8 @@ def minimax(p: int, low: float) -> tuple[Polynomial, float]:
     s = [0.0, (1 - low**0.25) / width, (1 - low**0.67) / width, 1.0]
     for _ in range(20):
         goal = [(1 - width * at) ** (-1 / p) for at in s]
-        # the values of f at s are (1 - sign * error) * goal; their third divided difference is 0, because f has degree
-        # 2, and this equation gives the error
+        # f shall be (1 - sign * error) * x^(-1/p) at the four points s, with alternating signs. Because f has degree 2,
+        # the third divided difference of these values is 0, and this equation gives the error
         weights = [1 / prod(at - other for other in s if other != at) for at in s]
         error = sum(w * y for w, y in zip(weights, goal, strict=True)) / sum(
             w * sign * y for w, sign, y in zip(weights, signs, goal, strict=True)

@@ -117,7 +117,7 @@ class Coupled(Iterative):
         # The result of the first step always counts as better. Its error may be larger than that of M_0, because M_0,
         # unlike later iterates, may have eigenvalues above 1.
         better = (new < error) | first
-        # a larger error ends the iteration only if all eigenvalues are near 1, where rounding errors cause it
+        # an error that grows ends the iteration only near its end, where rounding errors make it grow
         near = error <= (0.5 if self.norm == "frobenius" else 0.5 / d)  # all eigenvalues of M are within 1/2 of 1
         return better, near & ~better & ((new >= self.growth * error) | (new == error))
 

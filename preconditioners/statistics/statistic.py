@@ -213,8 +213,8 @@ class Axes(Component):
 
 
 class SlowMean(Schedulable):
-    """A second running mean S_k of the contributions:  S_k <- beta S_k + (1 - beta) O_k,  with `weight` in the
-    estimate.
+    """A second, slower running mean S_k of the contributions O_k to a factor:  S_k <- beta S_k + (1 - beta) O_k.  It
+    has the weight `weight` in the estimate from which roots and bases are computed.
     """
 
     beta: float = Field(ge=0, lt=1, description="decay of the mean, per observation")

@@ -279,7 +279,10 @@ class Blockwise(Format, ABC):
         return codes.reshape(*rows.shape[:-1], codes.shape[-1] * n // width)
 
     def _bounded(self, z: Tensor) -> Tensor:
-        """Return z clamped in place to [-span, span], which is needed only if rounded scales may be too small."""
+        """Clamp scaled numbers in place to [-span, span], the range of the codes, and return them.
+
+        Numbers exceed the range only if scales are themselves rounded (`scale: double`), and may be too small.
+        """
         return z.clamp_(-self.span, self.span) if self.scale == "double" else z
 
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:

@@ -203,8 +203,9 @@ def _steps(levels: Levels) -> Tensor:
     Numbers x >= 0 have h < 2^14, and k = h 2^16, ..., h 2^16 + 65535. Numbers x < 0 have h > 2^14, and k = h 2^16 -
     65535, ..., h 2^16.
     """
-    # Floats below 0 have a larger k than floats above 0. The search below needs one order of all floats, and therefore
-    # uses k - 2^31 for floats below 0: it is minus the bits of the absolute value.
+    # k, the absolute value of the bits, is larger for floats below 0 than for floats above 0. The search below needs
+    # one order of all floats, and therefore uses k - 2^31 for floats below 0: it is minus the bits of the absolute
+    # value.
     middles = _middles(levels, torch.float32, torch.device("cpu")).view(torch.int32).long()
     middles = torch.where(middles < 0, -(middles & 0x7FFFFFFF), middles)
     h = torch.arange((1 << 15) + 1, dtype=torch.int64, device="cpu")

@@ -306,7 +306,7 @@ def _class_variables(cls: type[Any]) -> Iterator[tuple[str, str]]:
 
 
 def aliases_in_contract(family: type[BaseModel]) -> dict[str, tuple[str, str]]:
-    """Return the type aliases of the library that occur in the signatures of a family's methods.
+    """Return the type aliases of the library that occur in signatures of the methods of a family, such as all cadences.
 
     The result is {name: (definition, docstring)}.
     """

@@ -56,7 +56,7 @@ _SIGNALS: dict[str, Signal] = {}
 
 
 def register_signal(signal: Signal) -> Signal:
-    """Make a signal known, so that stages may request it.
+    """Make a signal known: an input beside the gradient, which stages may then request and loops provide.
 
     A name may be registered again only by an equal signal.
 

@@ -208,9 +208,9 @@ class StepContext:
         return changed
 
     def slice_rows(self, start: int, stop: int, first: bool) -> StepContext:
-        """Return the context of the rows from start to stop, for a refresh of these rows.
+        """Return the context of the blocks from start to stop, for a refresh of these blocks.
 
-        first: True if this is the first refresh of the rows.
+        first: True if this is their first refresh.
         """
         signals = {k: v[start:stop] if isinstance(v, Tensor) and v.ndim else v for k, v in self.signals.items()}
         cut = slice(start, stop)

@@ -412,7 +412,7 @@ def _grid(
 
 
 def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]) -> Piece:
-    """Return a part of a block that is a box in the parameter: the intersection of one box for each axis of the block.
+    """Return one piece of a block: the entries whose indices are in the given box for each axis of the block.
 
     order: number of axes of the parameter.
     boxes: for each axis of the block, one of the boxes that form the block's range (tile) of this axis, as in

@@ -347,7 +347,7 @@ class _Device(TorchDispatchMode):
             swapping = torch.__future__.get_swap_module_params_on_conversion()
             stack.callback(torch.__future__.set_swap_module_params_on_conversion, swapping)
             torch.__future__.set_swap_module_params_on_conversion(True)
-            # `torch.tensor(..., device=device)` then makes a CPU tensor first, and dispatch modes see its copy
+            # `torch.tensor(..., device=device)` then makes a CPU tensor first, whose copy is counted
             stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
             torch._C._set_only_lift_cpu_tensors(True)
             stack.enter_context(mock.patch.object(_Device, "current", self))

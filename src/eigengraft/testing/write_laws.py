@@ -329,9 +329,10 @@ class ConstraintBench(_Bench):
         super().__init__(parameters, slots, self.compute)
 
     def context(self, lr: float | Tensor = _LR) -> ConstraintContext:
-        """Return the inputs of the constraint beside parameters and updates, with a sample of each signal.
+        """Return the inputs of the constraint beside parameters and updates, with a sample of each signal that it
+        requires.
 
-        The signals are those that the constraint requires. Their values differ between the rows of a parameter.
+        Such a signal has a value for each output of a layer. The values differ between the rows of a parameter.
         """
         shapes = [PARAMETER_SHAPES[place] for place in self.places]
         rows = [torch.linspace(50, 150, d).reshape(-1, *[1] * len(rest)).expand(d, *rest) for d, *rest in shapes]
