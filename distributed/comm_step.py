@@ -113,7 +113,7 @@ class CommStep:
             self._receive()
 
     def close(self) -> None:
-        """Send the remaining rounds and wait for all messages."""
+        """Send the messages that are left, and wait until all messages have been sent and received."""
         self.advance(len(self.comm_plan.block_groups), wait=True)
         while self._returning:
             self._receive()

@@ -148,7 +148,7 @@ class ParamGather:
         return rank != me and rank in self.layouts[rows.position].holders[me]
 
     def _view(self, held: Mapping[int, Tensor], rows: Rows, rank: int) -> Tensor:
-        """Return the rows that rank `rank` updates, as a view of this rank's shard.
+        """Return those of the given rows of a parameter that rank `rank` updates, as a view of this rank's shard.
 
         Rank `rank` holds the same entries of the parameter as this rank.
         """

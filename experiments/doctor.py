@@ -383,8 +383,8 @@ class Record:
 
     @cached_property
     def shares(self) -> Mapping[str, tuple[float, bool]]:
-        """For each layer, two values: its norm at the start, divided by a usual norm, but at most 1; and True if the
-        layer is a matrix.
+        """For each layer (share, True if it is a matrix). The share is its initial norm divided by a usual norm, at
+        most 1.
 
         The usual norm is that of entries with variance 1 / (3 inputs), as torch initializes matrices. A vector counts
         as having one input. Empty if the task or its data are not on this machine.
@@ -528,8 +528,8 @@ class Record:
     def largest_step(self) -> float | None:
         """Largest measured ratio of an update to the weights; None if none was measured.
 
-        This is the larger of two numbers: the largest ratio of all layers together in any row of metrics, and the
-        median over layers of each layer's largest ratio.
+        This is the larger of two numbers: the largest ratio |update| / |weight| over all layers together at a logged
+        step, and the median over layers of each layer's largest ratio.
         """
         peaks = list(self.run.layers.get("update_ratio_peak", {}).values())
         return max([*self.numbers("update_ratio"), *([median(peaks)] if peaks else [])], default=None)
@@ -612,7 +612,7 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
     if not found or EXPLANATIONS[found[0].kind].symptom:
         start = () if record.imported else _first_batch(record, notes, sick=bool(found))
         layers = [*_exploding(record, sick=bool(found))]
-        own = any(_route(record, one.layer) for one in layers)  # the learning rate is too high only for this layer
+        own = any(_route(record, one.layer) for one in layers)  # the learning rate is too high for one layer only
         if layers and not found and not own and (large := _step_size(record)):
             found = [Finding("learning rate", None, record.fastest, large.removeprefix("; "))]
         first = [*found, *layers] if found and found[0].kind == "learning rate" and not own else [*layers, *found]
@@ -893,7 +893,7 @@ def _burst(record: Record) -> str:
 def _grown(record: Record) -> str:
     """Return a sentence if most matrices grew to GROWN times their first norm; else "".
 
-    Matrices with a small first norm are compared with sqrt(rows / 3) instead (see `Record.shares`).
+    The norm of a matrix that begins small is compared with a usual first norm instead (see `Record.shares`).
     """
     growths = record.run.layers.get("weight_growth", {})
     if max(growths.values(), default=0.0) < GROWN:  # spares loading the task
@@ -1043,7 +1043,7 @@ def _is_stalled(record: Record) -> bool:
 
 
 def _too_small(record: Record) -> float | None:
-    """Return the largest update ratio of all rows if weights changed by at most 0.1 % in the whole run, else None."""
+    """Return the largest logged ratio |update| / |weight| if weights changed by at most 0.1 % in the run, else None."""
     largest = max(record.numbers("update_ratio"), default=math.inf)
     return largest if largest < SMALL_STEP and largest * record.run.rows[-1]["step"] <= 1000 * SMALL_STEP else None
 

@@ -171,7 +171,7 @@ def _first_fault(rows: Sequence[Mapping[str, Any]]) -> Fault:
     finite = [one for one in rows[:place] if one[column] is not None]
     last = f"; it was {finite[-1][column]:.4g} at step {finite[-1]['step']}" if finite else ", its first row"
     text = f"the {name} loss is {row[column + NOT_FINITE]} at step {row['step']}{last}"
-    # If a training loss is not finite, now or later, validation data are not the cause.
+    # Validation data are the cause only if no training loss is lost, now or later.
     trains = any(one["loss"] is not None for one in rows[: place + 1]) and not any(is_lost(one, "loss") for one in rows)
     cause: FaultCause = "validation data" if trains else "loss not finite"
     return Fault("loss" if training else "evaluation", cause, row["step"], "", text)

@@ -221,7 +221,7 @@ class Stage(Schedulable, ABC, family="stage"):
         return {}
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
-        """Return the chains inside the stage, by name. A chain keeps its state in the scope of this name."""
+        """Return the chains inside the stage, by name. The name is also the first part of the keys of their state."""
         return {}
 
     def cadence(self) -> Cadence | None:
@@ -331,7 +331,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def asked(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        """Return the blocks whose refresh begins in this step, as spans (start, stop, first) of the stack.
+        """Return the blocks whose refresh begins in this step, as spans (start, stop, first) of block numbers.
 
         first: True at the first refresh of these blocks. With a delay, every later refresh takes effect some steps
         after it begins.

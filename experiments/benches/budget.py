@@ -260,7 +260,8 @@ def _squares(z: Tensor, a: Tensor) -> Tensor:
 def _front(cost: str) -> view.LinePoints:
     """Return a function that computes the Pareto front of (cost, error) from the rows of a candidate.
 
-    The front is that of the candidate's worst layer, on which its least error is larger than on every other layer.
+    It is computed for the candidate's worst layer: the one on which even its most accurate setting has the largest
+    error.
     """
 
     def points(rows: BenchRows) -> list[tuple[float, float]]:

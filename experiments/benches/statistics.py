@@ -236,7 +236,10 @@ class StatisticBench(OwnMatrices):
     def _factors(
         self, runner: StageRunner, stage: Shampoo, statistic: Statistic, moments: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return L and R of all layers `[layers, d, d]`. An axis without a factor has the identity."""
+        """Return the factors L and R of the statistic of all layers, `[layers, d, d]` each.
+
+        An axis without a factor has the identity.
+        """
         state = runner.state.scope(stage.label)
         context = runner.context(self.target_device())
         found = []

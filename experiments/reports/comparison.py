@@ -413,12 +413,11 @@ def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[Compari
 
 @lru_cache(maxsize=2)
 def at_their_best(records: Records) -> Sequence[ComparisonPanel]:
-    """Return comparisons of methods, each method at its best label of the compared axis, such as its best learning
+    """Return comparisons of methods, each method at the best number of the compared axis, such as its best learning
     rate.
 
-    Methods are the labels of the last axis besides the compared axis. The first method is the baseline. If the first
-    method has no best label in a panel, the panel has no baseline. Returns [] unless the labels of the compared axis
-    are numbers and several methods have ended.
+    Methods are the labels of the last axis that is not compared. The first method is the baseline, if it has a best
+    number. Return [] unless the compared labels are numbers and several methods have ended.
     """
     found, first = [], _baseline_method(records)
     for outer, group in _by_conditions(records):
@@ -452,10 +451,9 @@ def all_panels(records: Records) -> list[ComparisonPanel]:
 
 
 def twin(panel: ComparisonPanel, records: Records) -> ComparisonPanel | None:
-    """Return the panel of `at_their_best`, other than `panel`, that has exactly the runs of `panel`. Return None if
-    there is none.
+    """Return the comparison of methods at their best that has exactly the runs of `panel`; None if there is none.
 
-    A report shows only one of two panels with the same runs.
+    A report shows only one of two comparisons with the same runs.
     """
 
     def runs(one: ComparisonPanel) -> list[Path]:

@@ -318,8 +318,10 @@ class Report:
         )
 
     def _sections(self) -> Iterator[tuple[Any, ...]]:
-        """Yield a tuple for each section of the page: panel, panel that has the same runs, figures, sentences, table of
-        layers, table. If another panel has the same runs, the section only says so.
+        """Yield the content of each section of the page, a comparison (panel) each.
+
+        A content is (panel, another panel with the same runs or None, figures, sentences, table of layers, table of
+        results). If there is another panel with the same runs, the section only says so.
         """
         records = self.records
         for index, panel in enumerate([*at_their_best(swept(records)), *compare(records)]):

@@ -141,10 +141,10 @@ def load_claims(folder: Path) -> PaperClaims:
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One run.
+    """The results of one run of a study.
 
-    labels: label by axis.
-    numbers: numbers by name; None for a number that the run does not have.
+    labels: label by axis (setting that the study varies).
+    numbers: results such as "val_loss", by name; None for a number that the run does not have.
     """
 
     labels: Mapping[str, str]

@@ -66,7 +66,9 @@ class Leases(ABC):
 
     @abstractmethod
     def created(self, number: int) -> AbstractContextManager[Lease | None]:
-        """Create a lease that counts as alive inside the block. Yield None if a lease of the run exists."""
+        """Create a lease of the run, which is alive during the `with` statement, and yield it. Yield None if one
+        exists.
+        """
 
     @abstractmethod
     def remove(self, lease: Lease) -> None:

@@ -209,8 +209,9 @@ def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> tuple[fl
 
 
 def draw_profiles(now: Standing) -> Figure:
-    """Draw the profiles rho(tau) (see `profile`) of the DRAWN best entries and of AdamW, in two diagrams: for steps,
-    and for counted cost.
+    """Draw the share of tasks on which a recipe needs at most tau times the least of all recipes, against tau.
+
+    Of the recipes, the DRAWN best ones and AdamW are drawn, in two diagrams: for steps, and for counted cost.
     """
     first, title = next(iter(COUNTED_MODELS.items()))
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")

@@ -304,5 +304,8 @@ def profile(own: Mapping[str, float], at: Sequence[float]) -> list[float]:
 
 
 def profile_score(own: Mapping[str, float]) -> float:
-    """Return the integral of rho(tau) from 1 to 4, divided by 3 (AlgoPerf). 1 means the fewest steps on every task."""
+    """Return the mean of rho(tau) over 1 <= tau <= 4 (AlgoPerf). 1 means the fewest steps on every task.
+
+    rho(tau) is the share of tasks on which the entry needs at most tau times the fewest steps of all entries.
+    """
     return sum(max(0.0, WORST_RATIO - ratio) for ratio in own.values()) / (len(own) * (WORST_RATIO - 1))

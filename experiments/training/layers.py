@@ -45,7 +45,7 @@ class Norms:
     first: float
 
     def measures(self) -> dict[str, float]:
-        """Return the measures that are defined. Ratios to a weight of norm 0 are left out; NaN counts as infinity."""
+        """Return norms and ratios by name. Ratios to a weight of norm 0 are left out; NaN counts as infinity."""
         ratio = self.update / self.weight if self.weight else None
         growth = self.weight / self.first if 0 < self.first < math.inf else None
         values = zip(LAYER_MEASURES, (self.weight, self.gradient, ratio, growth), strict=True)

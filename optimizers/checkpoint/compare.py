@@ -132,7 +132,10 @@ def _without_locations(recipe: Recipe) -> Recipe:
 
 
 def _meanings(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Return the fields on which the meaning of saved state depends: {path of the update rule: {path: value}}."""
+    """Return the fields that say what the numbers in state are, such as the decay of a mean that is saved as a sum.
+
+    The result is {path of the update rule: {path of the field: value}}.
+    """
     found = {}
     for at, rule in recipe.rules().items():
         own: dict[str, Any] = {}

@@ -147,10 +147,9 @@ def _as_saved(parameter: Tensor, state: Any) -> Any:
 
 
 def _fitting(optimizer: ComposedOptimizer, batch: GroupBatch, values: Mapping[Tensor, Any]) -> Sequence[ParamSet]:
-    """Return the parameter sets of a batch of param groups.
+    """Return parameter sets of some param groups that have exactly the parameters with saved state.
 
-    If parameters were frozen or thawed since the save, the parameters with saved state are not those in the sets. The
-    sets are then built again.
+    If parameters were frozen or thawed since the save, new sets are built, else the present ones are returned.
 
     values: saved state of each parameter of the batch.
     """

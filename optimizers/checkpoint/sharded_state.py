@@ -72,7 +72,7 @@ memory as the state, which offloading saves, and more than 64 MiB would hardly b
 
 
 def _owned(entries: Sequence[Mapping[str, StateEntry]]) -> Iterator[list[tuple[int, str, StateEntry]]]:
-    """Yield lists of state tensors with an owner, as (position of the parameter, key, entry).
+    """Yield lists of state tensors that one rank stores (their owner), as (position of the parameter, key, entry).
 
     Ranks exchange the tensors of a list together.
     """

@@ -1,4 +1,5 @@
-"""`Optimizer.inspect()`: measurements of the present state and of the last watched step, gathered from all ranks."""
+"""`Optimizer.inspect()`: measurements of the present state, and of the step that `watch_next_step` selected, of all
+ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def watch_next_step(
         after.remove()
         rows = [row for param_set, watch in norms for row in _of_norms(param_set, watch)]
         for param_set, stack_state, watch in watched:
-            if stack_state.step_watch is watch:  # no other call of this function came in between
+            if stack_state.step_watch is watch:  # no other call of this function came between the two
                 stack_state.step_watch = None
                 rows += _of_step(param_set, stack_state, watch.samples.values())
         store(rows)
@@ -63,9 +64,9 @@ def watch_next_step(
 
 
 def inspect(param_sets: ParamSets, watched: Sequence[Measurement]) -> Inspection:
-    """Return the measurements of all parameters. Ranks that share parameters call this together, and get equal rows.
+    """Return the measurements of all parameters. Ranks that share parameters call this together, with equal results.
 
-    watched: rows of the step that was watched last.
+    watched: measurements of the last step for which `watch_next_step` was called.
     """
     skipped, rows = param_sets.skipped(), list[Measurement]()
     _require_numbers(param_sets, "inspect")
@@ -187,9 +188,9 @@ class StepWatch(Watch):
     """
 
     def __init__(self, inner: Watch | None) -> None:
-        """Watch the stages of a stack.
+        """Prepare to observe the calls of stages, for blocks of one shape and update.
 
-        inner: another watch, such as that of checked mode, which receives the same calls; None if there is none.
+        inner: another observer, such as that of `checked=True`, which receives the same calls; None if there is none.
         """
         self.inner = inner
         self.samples: dict[tuple[str, str, str, tuple[int, ...] | None], Sample] = {}

@@ -155,7 +155,7 @@ class ComposedOptimizer(torch.optim.Optimizer):
     None of these methods changes the result of a step.
 
     state: state by parameter, and entries that a user adds under other keys.
-    watched_rows: measurements of the step that was watched last.
+    watched_rows: measurements of the last step for which `watch_next_step` was called.
     released: the object that updates parameters during backward. None: `step` updates all parameters.
     """
 
@@ -297,8 +297,7 @@ class ComposedOptimizer(torch.optim.Optimizer):
     def slot_sizes(self) -> list[SlotSize]:
         """Return the declared and the stored bytes of each slot, summed over all parameters.
 
-        The slots of stages come first, in the order of the chains. Iterates and counts, which belong to no stack, come
-        last.
+        The slots of stages come first, in the order of the chains. Averaged iterates and counts of steps come last.
         """
         found: dict[tuple[str, str, str, str], list[int]] = {}
         for own in self.stack_states():

@@ -181,7 +181,7 @@ class Inspection(Sequence[Measurement]):
         return type(self)(rows, judged=True)
 
     def values(self) -> list[float]:
-        """Return the value of every row."""
+        """Return the value of every measurement, in the order of the table."""
         return [row.value for row in self.rows]
 
     def columns(self) -> dict[str, list[Any]]:
@@ -189,7 +189,7 @@ class Inspection(Sequence[Measurement]):
         return {name: [getattr(row, name) for row in self.rows] for name in COLUMNS}
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a mapping for each row. Values that JSON cannot represent (nan, inf) are None."""
+        """Return a mapping for each measurement. Values that JSON cannot represent (nan, inf) are None."""
         rows = ({name: getattr(row, name) for name in COLUMNS} for row in self.rows)
         return [{**row, "value": row["value"] if math.isfinite(row["value"]) else None} for row in rows]
 

@@ -95,7 +95,7 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
 def grouped(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None) -> DescribedParameters:
     """Describe param groups of a model for `compose`: `compose("soap", grouped(model, groups))`.
 
-    Unlike with groups alone, routes and signals work as if `compose` were given the model.
+    `compose` then knows the layers of the parameters, as if it were given the model itself, and not only their names.
 
     Args:
         model: the model that has the parameters.

@@ -144,7 +144,8 @@ def _gradients(
 def _provide(
     who: str, optimizer: Optimizer, estimate: Callable[[Sequence[Tensor], Sequence[str]], list[Tensor]]
 ) -> bool:
-    """Estimate the signal for the trained parameters whose update requests it, and provide its mean over ranks.
+    """Estimate curvature for the trained parameters whose update requests it as a signal, and provide the mean over
+    ranks.
 
     Return False, without an estimate, if no update requests the signal.
 

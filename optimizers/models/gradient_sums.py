@@ -53,10 +53,10 @@ class _Sum:
 
 @dataclass
 class _Running:
-    """The contribution of a running backward for one parameter.
+    """What a running backward has added to the sum of one parameter so far.
 
     stamp: `_stamp` of the parameter's gradient before the backward.
-    found: the contribution so far; None if there is none yet.
+    found: the values added so far; None if there are none yet.
     """
 
     parameter: Tensor
@@ -73,12 +73,12 @@ class _Backward(dict[Hashable, _Running]):
 
 
 class GradientSums(ABC):
-    """A signal of an optimizer, computed from values that hooks collect in backward passes. Values of one key are
-    added.
+    """Collects a signal (an input of stages beside the gradient) in backward passes, by hooks on layers.
 
-    A key belongs to a parameter, and its sum to the present gradient of the parameter. `add` is called inside a
-    backward, before the backward accumulates the gradient. If the gradient is None or zero at that time, a new sum
-    begins, because `zero_grad`, the user or a skipped step has dropped the earlier gradient.
+    Values of one key are joined by `join`, for example added. A key belongs to a parameter, and its sum to the present
+    gradient of the parameter. `add` is called inside a backward, before the backward accumulates the gradient. If the
+    gradient is None or zero at that time, a new sum begins, because `zero_grad`, the user or a skipped step has dropped
+    the earlier gradient.
 
     A backward may leave the gradient unchanged (`torch.autograd.grad`). Its values are used only if no other backward
     of the step changes the gradient. For a DTensor they are also used if a later backward changes it. The optimizer is

@@ -66,7 +66,7 @@ class LayerGrams(GradientSums):
         self._due = None
 
     def wants(self, module: nn.Module) -> bool:
-        """Return True if the rows of a layer should be collected now."""
+        """Return True if inputs or output gradients of a layer should be collected in the call that runs now."""
         weight = module._parameters.get("weight")
         if weight is None or not (weight.requires_grad and self.records):
             return False

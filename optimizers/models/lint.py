@@ -377,7 +377,7 @@ def _ignores_scale(stages: Stages, block: tuple[int, ...]) -> Stage | None:
 
 
 def _largest(stages: Stages, block: tuple[int, ...]) -> float:
-    """Return an upper bound of the Frobenius norm of a chain's last direction; infinity if no bound is known."""
+    """Return an upper bound of the Frobenius norm of the directions that a chain returns; infinity without a bound."""
     norm = math.inf
     for stage in stages:
         own = stage.cached_traits(block)

@@ -231,7 +231,7 @@ class Release:
         return _Step(hypers, steps_taken(optimizer.param_sets), places)
 
     def _units(self, optimizer: Optimizer) -> list[_Unit]:
-        """Return the units (`_Unit`) into which the parameters of all parameter sets are divided.
+        """Return the sets of parameters (`_Unit`) that are updated together, because a stage computes them together.
 
         Raises ValueError if the recipe or the model does not permit to update them during backward.
         """

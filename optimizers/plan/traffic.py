@@ -142,9 +142,9 @@ def step_traffic(
 ) -> dict[str, Traffic]:
     """Return the traffic of a step by purpose.
 
-    "gradients": to owners of blocks. They have gradients, parameters if weight decay is added to directions, and
+    "gradients": bytes sent to the owners of blocks: gradients, parameters if weight decay is added to directions, and
         signals with one value for each entry.
-    "updates": from owners of blocks.
+    "updates": bytes sent by the owners of blocks.
     "agreement": an all-reduce, by which ranks check that they make the same step.
     "synchronization": an all-to-all before that all-reduce, in which ranks compare hashes of their next collective.
         Only gloo needs it.

@@ -57,7 +57,7 @@ shapes too."""
 
 
 def possible_slots(stages: Stages) -> Iterator[Slot]:
-    """Yield the slots of a chain for blocks of every sample shape. Most slots are yielded several times."""
+    """Yield the slots of a chain for blocks of 1 to 4 axes (_SHAPES). Most slots are yielded several times."""
     for block in _SHAPES:
         with suppress(ValueError):  # a stage may refuse a shape; composing raises if a parameter has that shape
             yield from [slot for _, _, slot in chain_slots(stages, block)]
@@ -125,7 +125,7 @@ class UpdateRule(Component):
         return any(stage.cached_traits().sums for _, stage in self.stages())
 
     def entrywise(self) -> bool:
-        """Return True if no stage mixes entries, so that views have no effect."""
+        """Return True if no stage mixes entries. Which entries form a matrix (`view`) then has no effect."""
         return all(stage.cached_traits().entrywise for _, stage in self.stages())
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:

@@ -198,7 +198,7 @@ def _is_recipe(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _Described:
-    """A parameter before the search for output heads, which decides the role of the weights of layers.
+    """A parameter, as known before output heads are searched. Weights of layers have a role only after the search.
 
     holders: the modules that hold the parameter, several if it is tied.
     plain: (role, how it was found), or None for the weight of a layer, which is hidden or a head.
@@ -229,7 +229,7 @@ class _Described:
         return (layer_of(id(self.parameter), holder, tuple(self.parameter.shape), tied),)
 
     def info(self, heads: Heads) -> ParamInfo:
-        """Return the description of the parameter.
+        """Return name, shape, role and layer of the parameter, from which routes are chosen.
 
         heads: the output heads of the model.
         """
@@ -267,7 +267,7 @@ def describe_named(named: Sequence[tuple[str, Tensor]], taken: Container[str] = 
 
 
 def describe_unnamed(parameter: Tensor) -> ParamInfo:
-    """Describe a parameter of which only the shape is known."""
+    """Return the description of a parameter of which only the shape is known."""
     return _Described.of(None, parameter, [], ModuleFacts()).info(Heads([], ()))
 
 

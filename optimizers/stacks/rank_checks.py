@@ -312,7 +312,7 @@ class RankSurvey:
         return replace(self, sums={**self.sums, SQUARES: self.squares * factor**2})
 
     def agreed(self) -> NDArray[np.bool_]:
-        """Return `[P]`, True for parameters that have a gradient on all ranks. The host reads the sums.
+        """Return `[P]`, True for parameters that have a gradient on all ranks. The host waits for the sums over ranks.
 
         Raises DistributedError for a parameter that has a gradient on only some ranks.
         """

@@ -113,10 +113,10 @@ class StackState:
     def _allocate(
         self, key: StateKey, stored: StoredSlot, fresh: FreshCodes, offloaded: dict[Location, dict[str, Tensor]]
     ) -> None:
-        """Add the tensors of a slot to the state, with the slot's initial values.
+        """Allocate the tensors of a slot for all blocks of the stack, with its initial values.
 
-        offloaded: initial rows `[1, ...]` of the tensors to offload, by location and name. This method adds the rows
-            of the slot.
+        offloaded: initial value for one block, `[1, ...]`, of each tensor that is stored on the host or on disk, by
+            place and name. If this slot is stored there, it is added here, and allocated later.
         """
         blocks, dtype, device = len(self.stack.param_ids), self.stack.dtype, self.stack.device
         slot, codec, location = stored.slot, stored.codec, stored.place(device)
@@ -199,7 +199,7 @@ class StackState:
 
     @cached_property
     def signals(self) -> frozenset[str]:
-        """Names of the signals that the stages of this stack request."""
+        """Names of the signals (inputs beside the gradient) that the stages of this stack request."""
         return frozenset(name for _, stage in self.rule.stages() for name in requested(stage))
 
     @cached_property
@@ -293,10 +293,10 @@ class StackState:
     def context(
         self, blocks: ActiveBlocks, counts: NDArray[np.int64], signals: Mapping[str, Tensor | float]
     ) -> StepContext:
-        """Return the context in which the stages compute active blocks.
+        """Return the object from which stages read step counts, corrections and signals of the active blocks.
 
         counts: number of gradients of each parameter, including the present one.
-        signals: signals of the blocks, by name.
+        signals: inputs beside the gradient that the stages request, for these blocks, by name.
         """
         phases, seeds, steps = self.phases, self.seeds, counts[blocks.stack.param_ids]
         if blocks.places is not None:

@@ -29,7 +29,7 @@ class Streams:
         """Return a mark, such as a CUDA event, placed after all work that the present stream has received so far."""
 
     def wait(self, mark: Any) -> None:
-        """Let the present stream wait until the work before a mark is done. The host does not wait."""
+        """Let the present stream wait for the work before a mark, which `mark` returned. The host does not wait."""
 
     def synchronize(self, mark: Any) -> None:
         """Let the host wait until the work before a mark is done. `mark` returned the mark."""

@@ -242,7 +242,8 @@ class ParamSets:
         mode: Mode,
         values: StateValues | None = None,
     ) -> None:
-        """Store the parameter sets of a batch in place of its old ones, and show their state in `optimizer.state`.
+        """Use new parameter sets for a batch of param groups that were added together, and show their state in
+        `optimizer.state`.
 
         state: the mapping `optimizer.state`.
         mode: iterate that the parameters hold now.

@@ -252,8 +252,9 @@ number or `[n]`."""
 def find_signals(blocks: ActiveBlocks, exchange: LocalStep) -> dict[str, Tensor | float]:
     """Return by name the signals that the stages of a stack request.
 
-    For n active blocks, a signal is a number, `[n]`, `[n, *block]`, or `[n, c, c]` for matrices over a side of blocks.
-    Blocks with one axis have no matrix over inputs, because it is not known if the axis is one of inputs or of outputs.
+    For n active blocks, a signal is a number, `[n]`, `[n, *block]`, or for each block a matrix over its c inputs or
+    outputs, `[n, c, c]`. Blocks with one axis have no matrix over inputs, because it is not known if the axis is one of
+    inputs or of outputs.
     """
     state, step, found = blocks.stack_state, exchange.step, dict[str, Tensor | float]()
     if not (state.signals or state.totals):

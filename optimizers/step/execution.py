@@ -130,7 +130,7 @@ def choose_execution(own: StackState, recipe: Recipe, specs: Sequence[ParamSpec]
     """Choose how the steps of a stack run: by a fused kernel, in chunks, by compiled programs, or on the whole stack.
 
     specs: specifications of the parameters whose blocks the stack holds.
-    shared: True if stages sum over a parameter that also has blocks in other stacks.
+    shared: True if a stage needs a sum over a whole parameter, and other stacks have blocks of this parameter too.
 
     Raises ValueError for a program that cannot be traced or captured, and RuntimeError if no compiler is installed.
     """
@@ -468,7 +468,7 @@ def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
 
 
 def _shape(own: StackState, blocks: int = 1, rows: bool = False) -> tuple[int, ...]:
-    """Return the shape in which a program of entries receives blocks.
+    """Return the shape in which blocks are passed to a program that updates entries one by one.
 
     rows: True if every block is a row, False if one row holds all blocks.
     """

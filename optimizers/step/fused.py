@@ -414,9 +414,9 @@ class InPlaceStep:
         None if no kernel can compute the weight decay.
 
         row: one of the blocks, as index among the active blocks.
-        kind: numbers that the blocks share. They include a factor of the learning rate, which must not change how fast
-            parameters decay. The kernel multiplies its weight decay by the learning rate, and so it receives the weight
-            decay divided by the factor.
+        kind: numbers that the blocks share. Among them is a factor of the learning rate, which must not change the
+            weight decay. Because the kernel multiplies the decay by the learning rate, it receives the decay divided by
+            the factor.
         """
         path, (group, step, factor) = blocks.stack_state.path, kind
         key = (path, group, step, factor, adam.constants)

@@ -43,9 +43,9 @@ def direction(
     factors: Tensor | None = None,
     decay: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the directions `[n, *block]` of n blocks, computed by the chains `update` and `after_decay`.
+    """Return the directions `[n, *block]` of n blocks, computed by the stages of an update.
 
-    The write subtracts directions from parameters. The state changes in place.
+    The caller subtracts them, times the learning rate, from parameters. The state changes in place.
 
     state_of: function that returns the state of a chain.
     gradient: gradients `[n, *block]`, including the weight decay that the recipe adds to them.

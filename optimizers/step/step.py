@@ -370,7 +370,7 @@ class ParamSet:
                 self._report_failed_roots(blocks.stack_state, wait=False)
 
     def execution(self, own: StackState) -> Execution:
-        """Return how the steps of a stack run: by a fused kernel, in chunks, compiled, or on the whole stack."""
+        """Return the object that runs the steps of a stack: by a fused kernel, in chunks, compiled, or by stages."""
         return self.executions[own.number]
 
     def _report_failed_roots(self, own: StackState, wait: bool) -> None:

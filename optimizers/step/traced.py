@@ -75,7 +75,7 @@ class ScheduledNumbers:
         return tuple(f"scheduled.{at}" for at in range(len(self.of_numbers)))
 
     def at(self, step: int) -> list[float]:
-        """Return the numbers at a step of the run."""
+        """Return the values of the schedules at a step of the run."""
         return [float(value_at(schedule, step, self.total_steps)) for schedule in self.of_numbers]
 
 
@@ -354,8 +354,8 @@ class Program:
     """A traced program, with the functions that compute its inputs for a step.
 
     asked: for each number of the step that the stages request, the function that computes it, in the order of requests.
-    questions: conditions on the step that the stages check. The program was traced with their results at
-        `TYPICAL_STEP`, a step late in the run.
+    questions: conditions on the step that stages have checked during the trace, with the answers at `TYPICAL_STEP`, a
+        late step. The program is right only for steps with the same answers.
     inputs: shape and dtype of each input by name, in order: those of `source`, and then the numbers that stages request
         (`asked`).
     numbered: names of the last inputs: scheduled numbers, and then the numbers that stages request.

@@ -122,7 +122,7 @@ def transport(slots: Iterable[ChainSlot], state: State, turns: Mapping[int, Turn
 def _rotated(x: Tensor, turns: Mapping[int, Turn], by_rotation: bool) -> Tensor:
     """Return x multiplied by R^T along the axis of each turn, where R is the rotation of the turn.
 
-    by_rotation: True to compute R and multiply by it, because the transport of another slot needs R too.
+    by_rotation: True to compute R and multiply by it. This is faster if R is computed in any case for another slot.
     """
     rotations = dict[int, Tensor]()
     for axis, turn in turns.items():

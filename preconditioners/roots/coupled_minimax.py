@@ -58,7 +58,7 @@ class Polynomial(NamedTuple):
     def stretched(self, end: float, p: int) -> Polynomial:
         """Return the polynomial end^(-1/p) f(x / end), for eigenvalues x up to `end` instead of 1.
 
-        Its step maps an eigenvalue x of M to the same number as the step of f maps x / end.
+        The iteration by this polynomial maps an eigenvalue x of M as the iteration by f maps x / end.
         """
         shift, size = 1 - 1 / end, end ** (-1 / p)
         return Polynomial(

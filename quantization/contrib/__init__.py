@@ -1,1 +1,1 @@
-"""Formats that no shipped recipe uses, and no paper that is reproduced here. All laws of quantizers hold for them."""
+"""Formats that neither a shipped recipe nor a study in papers/ uses. All laws of quantizers hold for them."""

@@ -245,7 +245,7 @@ class Watch(Protocol):
         ...
 
     def returned(self, value: object, direction: Tensor) -> None:
-        """Called after `apply` returned `value`. direction: the direction that `apply` received."""
+        """Receive the value that `apply` returned. direction: the direction that `apply` received."""
 
 
 class DelayedRefreshes(Protocol):
@@ -479,7 +479,7 @@ class State:
         return type(self)(self.tensors, self.block, self.path, rows, mask, self.storage.slice_rows(start, stop))
 
     def snapshot(self, names: Iterable[str]) -> Self:
-        """Return a state of the selected rows in which some slots are copies, so that later steps do not change them.
+        """Return this state with copies of some slots, for the selected blocks, so that later steps do not change them.
 
         names: names of these slots.
         """

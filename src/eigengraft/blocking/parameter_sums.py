@@ -34,7 +34,7 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
     Numbers are added in the order of stacks and rows. An exception in one computation ends all of them. Raises
     ContractError unless all stacks compute the same number of sums.
 
-    runs: the computation of each stack, as a function of one argument: the function by which it computes sums.
+    runs: the computation of each stack. It receives the function by which it requests sums, `ParameterSum`.
     param_ids: for each stack, the number of each block's parameter, `[N]`.
     """
     if len(runs) == 1:

@@ -163,7 +163,7 @@ class Matrices(View):
 
     @property
     def head_lengths(self) -> tuple[int, ...]:
-        """Length of a head of each section; 0: the section has no heads."""
+        """Length of a head in each section (queries, keys, values); 0: the section has no heads."""
         if isinstance(self.heads, tuple):
             return self.heads
         return (self.heads or 0,) * max(len(self.sections), 1)

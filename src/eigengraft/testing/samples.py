@@ -82,6 +82,6 @@ def signals_of(
         elif signal.extent == "partner":
             rows = torch.linspace(-1, 1, 7 * block[-1], dtype=dtype).reshape(7, -1).sin()
             found[signal.name] = size[:, None, None] * (rows + torch.eye(*rows.shape, dtype=dtype)).to(size)
-        elif signal.extent != "outputs":  # stages cannot request signals of this extent, only constraints can
+        elif signal.extent != "outputs":  # only constraints can request signals with a value for each output of a layer
             found[signal.name] = (0.1 if signal.name == "lr" else 0.5) if signal.extent == "step" else size
     return found
