@@ -61,7 +61,7 @@ def unpack_fields(packed: Tensor, lengths: Mapping[str, int]) -> dict[str, Tenso
 def gather_fields(
     ranks: RankGroup | None, fields: Mapping[str, Field], device: torch.device, what: str
 ) -> dict[str, Tensor]:
-    """Gather the fields of all ranks as `[R, n]`, by name; all ranks call it.
+    """Gather named sequences of n numbers from all ranks, as `[R, n]` by name. All ranks call this.
 
     ranks: the ranks; None: this process is alone, and nothing is sent.
     """

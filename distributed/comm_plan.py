@@ -1,4 +1,5 @@
-"""The messages of one parameter set: entries that ranks send to the owners of blocks, and updates that owners return.
+"""The messages for parameters that the same ranks share: entries that ranks send to the owners of blocks, and updates
+that owners return.
 
 A block group consists of equal blocks of all ranks. The blocks of a group that one rank owns form a stack on that rank.
 Block groups are sent in rounds of messages, in the same order on every rank, even on a rank that owns none of their
@@ -100,7 +101,7 @@ class Transfer:
 
     @property
     def position(self) -> int:
-        """Position of the parameter."""
+        """Position of the parameter among those that the ranks share."""
         return self.block.position
 
     @cached_property
@@ -115,7 +116,7 @@ class Transfer:
 
     @cached_property
     def view(self) -> EntryView:
-        """Function that returns the entries as a view of the shard."""
+        """Function of this rank's shard that returns the entries of this transfer as a view."""
         return _whole if self.whole else itemgetter(self.region.box.within(self.held))
 
 

@@ -118,7 +118,7 @@ class Layout:
 
     @cached_property
     def copies(self) -> int:
-        """Number of replicas."""
+        """Number of ranks that hold the same entries."""
         return len(set(self.replicas))
 
     @cached_property

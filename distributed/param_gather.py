@@ -39,9 +39,10 @@ class Rows:
     stop: int
 
     def numel(self, shape: tuple[int, ...]) -> int:
-        """Return the number of entries of these rows in the part of a rank. The part may have fewer rows than `stop`.
+        """Return how many entries the rows from `start` to `stop` have in a tensor, which may have fewer rows than
+        `stop`.
 
-        shape: shape of the part.
+        shape: shape of the tensor, the part of a parameter that a rank updates.
         """
         return max(min(self.stop, shape[0]) - self.start, 0) * math.prod(shape[1:])
 

@@ -402,8 +402,8 @@ class Record:
     def share(self, name: str) -> float:
         """Return the norm that a layer had at the start, divided by a usual norm, but at most 1.
 
-        The usual norm is sqrt(rows / 3), as in `shares`. If the task cannot be loaded, it is the median over all layers
-        of the norms at the start. Returns 1 if the norm of the layer is not known.
+        The usual norm is that of weights that torch has initialized, as in `shares`. If the task cannot be loaded, it
+        is the median over all layers of the norms at the start. Returns 1 if the norm of the layer is not known.
         """
         if name in self.shares:
             return self.shares[name][0]
@@ -957,7 +957,8 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
     other layers. Yields nothing if there is no such layer. Growth is measured from a layer's first norm, or from a
     usual norm if the first norm is smaller.
 
-    sick: True if another check found a fault. If False, a layer must have grown EXPLODED_ALONE times as much.
+    sick: True if another check found a fault. If False, the layer must have grown EXPLODED_ALONE times more than
+        otherwise, because layers also grow in healthy runs.
     """
     rows = [row for row in record.run.rows if row.get("weight_growth_largest_layer")]
     grown = [(_or_infinite(row["weight_growth_largest"]), row["weight_growth_largest_layer"], row) for row in rows]

@@ -369,7 +369,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def _hooks(self, state: State) -> Hooks:
-        """Return the object that runs the hooks: the stage, or in checked mode a wrapper that checks each call."""
+        """Return the stage, or with `checked=True` an object with the same hooks that checks each call."""
         return self if state.storage.watch is None else CheckedHooks(self, state.storage.watch)
 
     @final
@@ -511,10 +511,12 @@ class DelayedRefresh(Stage):
 
     @final
     def _solve_checked(self, kept: State, context: StepContext, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Call `solve` and return its results. Raise ContractError unless there is one result for each pending slot.
+        """Call `solve` and return its results, which are stored until the refresh takes effect.
+
+        Raise ContractError unless there is one result for each slot of role "pending".
 
         kept: copy of the state at the beginning of the refresh.
-        names: names of the pending slots.
+        names: names of the slots of role "pending".
         """
         found = self.solve(kept, context)
         if sorted(found) != sorted(names):

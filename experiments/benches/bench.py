@@ -290,7 +290,11 @@ class Bench(Component, ABC, family="bench"):
             first = []
 
     def _attempt(self, candidate: Any, fields: Mapping[str, Any], given: Any) -> list[Row]:
-        """Return the rows of one candidate on one problem. If this fails, return one row with the reason."""
+        """Measure one candidate on one problem, and return the rows of the results. If it fails, return a row that says
+        why.
+
+        given: the object that `Problem.make` returned.
+        """
         reason = self.refusal(candidate, fields)
         if reason is None:
             try:

@@ -194,7 +194,7 @@ class BudgetBench(DampedBench):
         )
 
     def choice(self, rows: BenchRows) -> Row | None:
-        """Return the cheapest of a layer's rows with an error of at most `bound`; None if all errors are larger."""
+        """Return the cheapest of a layer's results with an error of at most `bound`; None if all errors are larger."""
         good = [row for row in rows if row["error"] <= self.bound]
         return min(good, key=lambda row: (row[self.cost], row["error"]), default=None)
 

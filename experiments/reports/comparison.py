@@ -239,7 +239,7 @@ class ComparisonPanel:
 
     @property
     def configs(self) -> dict[str, Mapping[str, Any]]:
-        """One resolved configuration for each label that has a started run."""
+        """For each compared label, such as a recipe, the configuration of one of its runs that have started."""
         found = {row.label: next((run.config for run in row.runs if run.config), None) for row in self.rows}
         return {label: config for label, config in found.items() if config}
 
@@ -314,7 +314,7 @@ def _panel(
 
 
 def _row_label(run: Run, records: Records) -> str:
-    """Return the label of a run on the compared axis, followed by its variant if it has one."""
+    """Return the label by which a run is compared. Runs of other code or data have a variant, which is added."""
     label = run.labels[records.compare]
     return f"{label} [{run.variant}]" if run.variant else label
 

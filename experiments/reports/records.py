@@ -183,7 +183,7 @@ class Run:
 
     @cached_property
     def median_step(self) -> float | None:
-        """Median over rows of the median milliseconds of a step. None if no row has them."""
+        """Median over logged rows of the median milliseconds of their steps. None if no row has this number."""
         found = [float(row["step_ms"]) for row in self.rows if row.get("step_ms")]
         return median(found) if found else None
 

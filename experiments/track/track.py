@@ -170,7 +170,7 @@ def table_text(entries: Iterable[TrackEntry]) -> str:
 
 
 def read_table(folder: Path) -> dict[str, TrackEntry]:
-    """Return the entries in the table of a folder by name; {} if the folder has no table of entries."""
+    """Return the entries (recipes that take part) from the table in a track's folder, by name; {} without a table."""
     path = folder / ENTRIES_FILE
     rows = read_yaml(path) if path.is_file() else {}
     return {name: TrackEntry(name, row, row.pop("accumulate", None)) for name, row in rows.items()}

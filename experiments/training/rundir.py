@@ -235,8 +235,9 @@ def load_checkpoint(
     """Restore model and optimizer from the newest checkpoint, and return its notes: the other state of the run. Return
     None if there is no checkpoint.
 
-    All ranks must call this. The checkpoint may be of one process or of several. Rows of metrics, rows of diagnostics
-    and a fault are dropped if they are of later steps than the checkpoint. Without a checkpoint, all are dropped.
+    All ranks must call this. The checkpoint may be of one process or of several. Rows of metrics and
+    diagnostics, and the record of a fault (fault.json), are dropped if they are of later steps than the checkpoint.
+    Without a checkpoint, all are dropped.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

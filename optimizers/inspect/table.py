@@ -132,7 +132,7 @@ class Inspection(Sequence[Measurement]):
 
     @classmethod
     def joined(cls, rows: Iterable[Measurement]) -> Self:
-        """Return a table in which rows with equal keys are merged into one. The sums of these rows are added."""
+        """Return a table in which measurements with equal keys, such as those of several ranks, are one row."""
         found: dict[tuple[str, int | None, str, str, str], Measurement] = {}
         for row in rows:
             known = found.get(row.key)

@@ -195,7 +195,10 @@ class GradientSums(ABC):
         return _common_factor([sample for _, sample in rows], [_sample(grad) for grad, _ in rows]) if rows else None
 
     def _begin(self, key: Hashable, parameter: Tensor) -> None:
-        """Drop the sum of a key if the gradient of its parameter was removed or zeroed."""
+        """Drop an earlier sum if the gradient of its parameter was removed or zeroed since.
+
+        key: key of the sum.
+        """
         grad, held = parameter.grad, self._held.pop(key, None)
         if grad is not None and held is not None:
             self._held[key] = held.where(local(grad.detach()).any())

@@ -105,7 +105,8 @@ class _Step:
 
     hypers: values of the param groups, which all parameters of the step use.
     taken: number of steps before this one.
-    units: (unit of a parameter, position of the parameter in its set), by id of the parameter.
+    units: (the `_Unit` of parameters that are updated together, position of the parameter in its set), by id of the
+        parameter.
     complete: ids of the parameters with complete gradients.
     stepped: names of the parameters that were updated.
     pending: units with complete gradients whose parameters were not updated yet.

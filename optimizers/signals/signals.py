@@ -212,8 +212,9 @@ class SignalCall:
     def used(self, level: float, sizes: Tensor | None) -> Sequence[int]:
         """Return the positions of the parameters that receive the signal in this step. They are the same on all ranks.
 
-        With level `ALL` these are all parameters that request the signal (`wanted`). With level `SOME` they are only
-        the parameters that require it (`needed`). A signal whose tensors have a number for each group of outputs is an
+        If all ranks have all values (level `ALL`), these are all parameters that request the signal. Otherwise (`SOME`)
+        they are only the parameters that cannot do without it. A signal whose tensors have a number for each group of
+        outputs is an
         exception: every parameter that requests it and has a value on all ranks receives it.
 
         level: the lowest level of all ranks, `SOME` or `ALL`.
@@ -465,7 +466,7 @@ class Signals:
     def drop(self) -> None:
         """Drop the values that were provided for the next step.
 
-        A signal that is required only in a first step is then not required any more, even if no parameter made a step.
+        The step then counts as made: signals that only the first step requires are not required any more.
         """
         for name in self.provided.clear():
             self.open_first.pop(name, None)

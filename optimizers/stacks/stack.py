@@ -254,7 +254,7 @@ class StackState:
         tensors: the new tensors, by name.
         """
         self.tensors.update(tensors)
-        # both caches have views of the former tensors
+        # two caches, whose views are those of the tensors before
         self.__dict__.pop("entries", None)
         self._parameter_rows.clear()
 
@@ -522,7 +522,7 @@ def connected(sets: Sequence[Set[int]]) -> list[list[int]]:
 
 
 def stack_length(kind: BlockKind, recipe: Recipe) -> int:
-    """Return the largest number of blocks of a kind that one stack may hold."""
+    """Return how many blocks of one shape and update may be joined to one tensor (a stack)."""
     slots = slot_keys(recipe.rules()[kind.path], kind.path, kind.shape).values()
     return max_blocks(max([math.prod(kind.shape), *(math.prod(slot.shape) for slot in slots)]), kind.dtype, kind.device)
 

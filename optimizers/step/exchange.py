@@ -56,7 +56,7 @@ class StepNumbers:
         return context.step
 
     def inputs(self, own: StackState, program: Program, step: int) -> Mapping[str, Tensor]:
-        """Return the inputs `Program.numbered` of a program of a stack by name.
+        """Return the inputs of a traced program that depend on the step, by name.
 
         step: step count of the blocks.
         """

@@ -31,10 +31,10 @@ Group = Sequence[StackState]
 
 
 class OffloadedState:
-    """The offloaded state of the stacks of a parameter set.
+    """Brings state that is stored on the host or on disk to the device, for the stacks that are updated next.
 
-    groups: all stacks, in lists. Stacks whose stages sum over the same parameter are in one list. At least one stack
-        has offloaded state.
+    groups: all stacks, in lists. Stacks whose stages need sums over the same parameter are in one list. At least one
+        stack has offloaded state.
     """
 
     def __init__(self, groups: Sequence[Group], device: torch.device) -> None:

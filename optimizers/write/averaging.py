@@ -361,8 +361,8 @@ _DECAY = "where weight decay is taken: z, y, or z_apart (z decays, y and x do no
 class BaseAndAverage(Averaging, ABC):
     """Averaging with gradients at y = mu_y x + (1 - mu_y) z, between a base iterate z and the average x of its values.
 
-    A step changes z by the update, and then x <- (1 - c) x + c z. The parameter holds y, and z is stored as state; x is
-    computed from them. The module docstring has the sequences in full.
+    A step changes z by the update, and then x <- (1 - c) x + c z, with a weight c that subclasses choose. The parameter
+    holds y, and z is stored as state; x is computed from them. The module docstring has the sequences in full.
     """
 
     @property

@@ -169,7 +169,7 @@ class StepRates:
 
     @property
     def without_decay(self) -> StepRates:
-        """The same numbers with alpha = 0, for a write whose decay is applied elsewhere."""
+        """These rates with alpha = 0, for an update to which weight decay has already been added."""
         return replace(self, alpha=0.0, kept=None)
 
     @property

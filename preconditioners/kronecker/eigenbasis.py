@@ -228,7 +228,7 @@ class Eigenbasis(Factored, DelayedRefresh):
         fit_second_moments(self._inside(state.block).slots, self._inner_state(state), d, scales)
 
     def _solutions(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, _Solved]:
-        """Compute the new bases of these axes. Return by axis the four values of `_Solved`."""
+        """Compute the new bases of these axes. Return by axis the change of basis, success, attempt and diagonal."""
         if self.statistic_frame == "basis":
             found = {axis: self._in_basis(state, axis, context) for axis in axes}
             return {axis: (self._turned(state, axis, own), own.ok, None, None) for axis, own in found.items()}

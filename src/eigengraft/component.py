@@ -617,7 +617,7 @@ def _fault(detail: Any, data: Any, where: str) -> str:
     field, whole = message.partition(": ")[0], isinstance(got, Mapping)
     if whole and field in got:
         got, whole = got[field], False
-    # ', got ...' is left out if a message about a field contains the value, or if the value is a whole component
+    # no ', got VALUE' after a message that has the value already, or if the value is a whole component
     said = _names_field(message) and (whole or short(got).lower() in message.lower())
     said = said or ", got " in message
     return located(path, f"{message[:1].lower()}{message[1:]}") + ("" if said else f", got {short(got)}")

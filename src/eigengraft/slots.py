@@ -450,7 +450,7 @@ class State:
 
     @property
     def blocks(self) -> int:
-        """Number N of blocks of the whole stack, even if only some rows are selected."""
+        """Number N of blocks of the whole stack, even if this state selects only some of them."""
         return len(next(iter(self.tensors.values())))
 
     def _select(self, tensor: Tensor) -> Tensor:

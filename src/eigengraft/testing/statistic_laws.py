@@ -262,7 +262,7 @@ def factors_are_all_the_memory(case: StatisticCase) -> None:
 
 
 def scaling_all_gradients_scales_the_factors(case: StatisticCase) -> None:
-    """Gradients times c give factors times c^degree. The tolerance is 1e-5, for float32."""
+    """Gradients times c give factors times c^k, with k the declared degree of the case. Tolerance 1e-5, for float32."""
     for block in case.tried:
         degree = case.degree(len(block)) if callable(case.degree) else case.degree
         assert degree is not None
