@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from eigengraft.errors import RecipeError, counted
 
-from ..files import short_name
+from ..files import files_named, short_name
 from ..reports.number_format import format_loss
 from ..studies.progress import Meter, study_progress
 from .arguments import Workers, override_argument
@@ -152,7 +152,7 @@ def doctor_command(
     """
     from ..doctor import diagnose, diagnose_all
 
-    if (run / "config.json").is_file() or not any(run.rglob("config.json")):
+    if (run / "config.json").is_file() or not any(files_named("config.json", run)):
         diagnoses = [diagnose(run)]
         typer.echo(json.dumps(diagnoses[0].records(), indent=2) if as_json else diagnoses[0])
     else:

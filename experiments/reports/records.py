@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from eigengraft.errors import ArgumentError, counted, name_some
 
-from ..files import JsonLines, read_object
+from ..files import JsonLines, files_named, read_object
 from ..provenance import provenance_of, variants, without_folders
 from .seed_statistics import Target
 
@@ -615,12 +615,12 @@ def _joint(directory: Path) -> Records:
     There is a panel for each combination of task, data and length of runs. There is no baseline, because no study
     declares one for the runs of all studies together.
     """
-    manifests = {path.parent: read_object(path) for path in sorted(directory.rglob(f"{MANIFEST}.json"))}
+    manifests = {path.parent: read_object(path) for path in sorted(files_named(f"{MANIFEST}.json", directory))}
     studies = {home: manifest for home, manifest in manifests.items() if "runs" in manifest}
     places = [home / run["directory"] for home, manifest in studies.items() for run in manifest["runs"]]
     places += [
         path.parent
-        for path in directory.rglob("config.json")
+        for path in files_named("config.json", directory)
         if studies.keys().isdisjoint(path.parents) and read_object(path)
     ]
     found = [place for place in sorted(places) if (place / "config.json").is_file()]

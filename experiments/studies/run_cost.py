@@ -15,6 +15,7 @@ from statistics import median
 from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.routing import describe_model
 
+from ..files import files_named
 from ..tasks.base import require_batch
 from ..training.callbacks import StopAfter
 from ..training.experiment import Experiment
@@ -113,6 +114,6 @@ def _guessed(experiment: Experiment) -> RunCost:
 
 def _step_seconds(directory: Path, cell: str) -> list[float]:
     """Return the measured training seconds per step of each finished run of a cell."""
-    paths = [path for phase in PHASES for path in (directory / phase / cell).rglob("result.json")]
+    paths = [path for phase in PHASES for path in files_named("result.json", directory / phase / cell)]
     found = (RunDirectory(path.parent).read("result") or {} for path in paths)
     return [one["seconds"] / one["steps"] for one in found if one.get("seconds") and one.get("steps")]
