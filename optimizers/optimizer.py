@@ -27,6 +27,7 @@ from .param_groups import (
     check_options,
     own_keys,
     require_matches,
+    require_names,
     require_partners,
     unclear_heads,
     warn_of_options,
@@ -166,6 +167,7 @@ class Optimizer(ComposedOptimizer):
             self._adopt_changes()
         own, relative = self.param_sets, self.param_sets.follows_peak is not None
         group, index = own_keys(param_group, own.recipe_text, relative), len(self.param_groups)
+        require_names(group, self.param_groups)
         self._asks_fused = self._asks_fused or bool(param_group.get("fused"))
         without_dynamo(super().add_param_group)(group)
         try:

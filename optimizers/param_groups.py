@@ -192,6 +192,34 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[
     return {key: plain(value) if key in _NUMBERS else value for key, value in group.items() if key not in options}
 
 
+def require_names(group: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if some parameters of an optimizer would have names and others none. Torch refuses this too. The
+    error begins with torch's sentence, and adds the form in which parameters are passed.
+
+    group: the param group to add. An iterator in `params` becomes a list.
+    groups: param groups that the optimizer has.
+    """
+    if isinstance(group["params"], Iterator):
+        group["params"] = list(group["params"])
+    params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    if not params or not all(isinstance(one, (Tensor, tuple)) for one in params):
+        return
+    named, pairs = [isinstance(one, tuple) for one in params], "[(name, parameter), ...], as module.named_parameters()"
+    if any(named) and not all(named):
+        raise ValueError(
+            f"all optimizer params should be with/without names: the parameter at position {named.index(False)} has "
+            f"none, and others have one; pass {pairs} yields them"
+        )
+    has_names, known = any(named) or "param_names" in group, any("param_names" in own for own in groups)
+    if groups and has_names != known:
+        fault = f"no names, and those of the other groups have names; pass {pairs} yields them"
+        if has_names:
+            fault = "names, and those of the other groups have none; pass [parameter, ...], without names"
+        raise ValueError(
+            f"all optimizer param groups should be with/without names: the parameters of the new group have {fault}"
+        )
+
+
 def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None:
     """Warn of keys in param groups that have no effect because the recipe declares the values.
 

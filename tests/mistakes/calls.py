@@ -155,4 +155,11 @@ CALLS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("compose('adamw', model, overrides={'betas': [0.9, 0.95]})", ("betas", "update.momentum.beta")),
     ("compose('soap', model).load_state_dict(compose('adamw', model).state_dict())", ("'adamw'", "'soap'")),
     ("Optimizer(iter(()), 'adamw')", ("params", "generator")),
+    ("sgd.add_param_group({'params': [conv[0].weight]})", ("[(name, parameter), ...]", "named_parameters()")),
+    ("sgd.add_param_group({'params': conv.parameters()})", ("[(name, parameter), ...]", "named_parameters()")),
+    ("sgd.add_param_group({'params': [('w', conv[0].weight), conv[0].bias]})", (1, "[(name, parameter), ...]")),
+    (
+        "Optimizer(model.parameters(), 'sgd').add_param_group({'params': conv.named_parameters()})",
+        ("[parameter, ...]",),
+    ),
 )
