@@ -16,7 +16,7 @@ from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.routing import describe_model
 
 from ..files import files_named
-from ..tasks.base import require_batch
+from ..tasks.base import training_batch, validation_batches
 from ..training.callbacks import StopAfter
 from ..training.experiment import Experiment
 from ..training.rundir import RunDirectory
@@ -101,8 +101,8 @@ def _guessed(experiment: Experiment) -> RunCost:
     recipe, dtypes = experiment.run_recipe, [parameter.dtype for parameter in trained]
     planned = plan(recipe, [infos[id(parameter)] for parameter in trained], (1,), "ddp", dtypes)
     weights = sum(parameter.numel() for parameter in trained)
-    targets = require_batch(experiment.task, "training", data.batch(0, 0)).targets.numel()
-    batches = [require_batch(experiment.task, "validation", one).targets.numel() for one in data.evaluation()]
+    targets = training_batch(experiment.task, data, 0, 0).targets.numel()
+    batches = [batch.targets.numel() for batch in validation_batches(experiment.task, data)]
     optimizer = float(planned.work[0]) * (1e-3 if recipe.distribution.work else 1 / OPERATIONS)
     return RunCost(
         STEP_SECONDS + TENSOR_SECONDS * len(trained) + 6 * weights * targets / OPERATIONS + optimizer,

@@ -88,14 +88,28 @@ def _path(task: Task) -> str:
     return f"task.{getattr(task, 'kind', '?')}"
 
 
-def require_batch(task: Task, name: str, batch: object) -> Batch:
-    """Return `batch`, which code of the user has made. Raise TaskError if it is no `Batch`.
-
-    name: kind of the batch for readers, such as "training".
+def training_batch(task: Task, dataset: Dataset, seed: int, step: int) -> Batch:
+    """Return the training batch of one step. Raise TaskError if the method `batch` of the dataset fails or returns no
+    `Batch`.
     """
+    with located_call(task, "batch", dataset):
+        found: object = dataset.batch(seed, step)  # code of the user may return anything
+    return _require_batch(task, "training", f"{type(dataset).__name__}.batch()", found)
+
+
+def validation_batches(task: Task, dataset: Dataset) -> Iterator[Batch]:
+    """Yield the validation batches. Raise TaskError if the method `evaluation` of the dataset fails or yields something
+    that is no `Batch`.
+    """
+    with located_call(task, "evaluation", dataset):
+        for found in dataset.evaluation():
+            yield _require_batch(task, "validation", f"{type(dataset).__name__}.evaluation()", found)
+
+
+def _require_batch(task: Task, name: str, method: str, batch: object) -> Batch:
     if not isinstance(batch, Batch):
         got = "nothing" if batch is None else type(batch).__name__
-        raise TaskError(f"{_path(task)}: a {name} batch: expected Batch(inputs, targets), got {got}")
+        raise TaskError(f"{_path(task)}: a {name} batch: expected Batch(inputs, targets) from {method}, got {got}")
     return batch
 
 
@@ -196,17 +210,22 @@ class LabelError(ValueError):
 
 
 class TaskError(RuntimeError):
-    """An error in the code of a task: in `load` or `build`, or in its model or loss (for example wrong shapes)."""
+    """An error in the code of a task: in `load` or `build`, in a method of its dataset, or in its model or loss (for
+    example wrong shapes)."""
 
 
 @contextmanager
-def located_call(task: Task, method: Literal["load", "build"]) -> Iterator[None]:
-    """Raise TaskError in place of an error in the block, which calls `method` of the task.
+def located_call(task: Task, method: str, dataset: Dataset | None = None) -> Iterator[None]:
+    """Raise TaskError in place of an error in the block, which calls `method` of the task or of its dataset.
 
-    The new error names the method, and the last line that was reached in the file of the task. A TaskError is not
+    The new error names the method, and the last line that was reached in the file of its class. A TaskError is not
     changed. A ValueError of the library itself says what to do, and is not replaced. It gets a note with the line if
-    the task is not one of the library.
+    the class is not one of the library.
+
+    dataset: dataset whose method is called; None: the method is one of the task.
     """
+    owner = type(task if dataset is None else dataset)
+    called = f"{method}()" if dataset is None else f"{owner.__name__}.{method}()"
     try:
         yield
     except Exception as error:  # code of the user may raise any error
@@ -214,17 +233,17 @@ def located_call(task: Task, method: Literal["load", "build"]) -> Iterator[None]
         own = str(frames[-1][0].f_globals.get("__name__")).startswith("eigengraft.")
         if isinstance(error, TaskError):
             raise
-        code = getattr(getattr(type(task), method), "__code__", None)
+        code = getattr(getattr(owner, method), "__code__", None)
         file = code.co_filename if code is not None else frames[-1][0].f_code.co_filename
         lines = [line for frame, line in frames if frame.f_code.co_filename == file]
         where = f" ({Path(file).name}:{lines[-1]})" if lines else ""
         if own and isinstance(error, ValueError):
-            if not type(task).__module__.startswith("eigengraft."):
-                error.add_note(f"raised by {method}() of {_path(task)}{where}")
+            if not owner.__module__.startswith("eigengraft."):
+                error.add_note(f"raised by {called} of {_path(task)}{where}")
             raise
         reason = str(error).strip()
         raise TaskError(
-            f"{_path(task)}: {method}() raised {type(error).__name__}"
+            f"{_path(task)}: {called} raised {type(error).__name__}"
             f"{f': {reason}' if reason else ''}{where}{_missing_path(task, error)}"
         ) from error
 
@@ -542,8 +561,8 @@ class Task(Component, family="task"):
         was_training = model.training
         model.eval()
         total, hits, count, others = 0.0, 0, 0, dict[str, float]()
-        for found in dataset.evaluation():
-            inputs, targets = batch = require_batch(self, "validation", found).to(device)
+        for found in validation_batches(self, dataset):
+            inputs, targets = batch = found.to(device)
             with located_errors(self, model, batch):
                 outputs = model(inputs)
                 total += self.loss(outputs, targets).item() * targets.numel()

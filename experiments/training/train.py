@@ -25,7 +25,7 @@ from eigengraft.numerics import local
 
 from ..provenance import provenance_of
 from ..tasks import Batch, Metrics
-from ..tasks.base import require_batch
+from ..tasks.base import training_batch
 from .callbacks import Callbacks, RunView, no_batch
 from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
@@ -228,8 +228,7 @@ class Trainer:
         if measured := self._measured(self.step + 1):
             self.layers.before()
         start = self._now()
-        found = self.dataset.batch(self.experiment.seed, self.step)
-        whole = require_batch(self.experiment.task, "training", found)
+        whole = training_batch(self.experiment.task, self.dataset, self.experiment.seed, self.step)
         self.tokens += whole.targets.numel()
         rows, weight = self.ranks.shard_batch(whole)
         self.batch = batch = rows.to(self.device)

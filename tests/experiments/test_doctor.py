@@ -123,7 +123,7 @@ def treated(experiment: Experiment, directory: Path) -> Diagnosis:
     """Train, and return what the doctor finds. An error that ends the run is none of the test."""
     try:
         train(experiment, directory)
-    except (ValueError, ArithmeticError):
+    except (ValueError, ArithmeticError, TaskError):
         assert not (directory / "result.json").exists()
     return diagnose(directory)
 
@@ -629,7 +629,8 @@ def test_an_error_of_the_task_is_said(where: type, name: str, tmp_path: Path, mo
 
     monkeypatch.setattr(where, name, fails)
     (found,) = treated(patient(), tmp_path).findings
-    assert (found.kind, found.step, found.text) == ("error", 1, "ValueError: the scanner is off")
+    assert (found.kind, found.step) == ("error", 1)
+    assert "ValueError: the scanner is off" in found.text
 
 
 def test_an_error_of_a_stage_is_said_with_its_path_and_its_line(tmp_path: Path) -> None:

@@ -246,6 +246,19 @@ def test_a_run_refuses_values_that_are_no_batches(
     assert (finding.kind, finding.text) == ("error", f"TaskError: {caught.value}")
 
 
+@pytest.mark.parametrize("method", ["batch", "evaluation"])
+def test_a_run_names_the_method_that_gives_no_targets(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_targets(self: Examples, *_: int) -> Any:
+        batch = Batch(self.train.inputs[:4], None)  # type: ignore[arg-type]
+        return batch if method == "batch" else iter([batch])
+
+    monkeypatch.setattr(Examples, method, without_targets)
+    with refused(TaskError, "task.digits", f"Examples.{method}()", "Batch.targets", "NoneType", "test_own_tasks.py:"):
+        train(Experiment(task=Digits(width=4), recipe="adamw", steps=1), tmp_path)
+
+
 class Net(Task):
     """A task whose data or model have one fault."""
 

@@ -22,12 +22,13 @@ _CPU = torch.device("cpu")
 
 def the_data_are_batches(case: Case[Task]) -> None:
     """The method `load` returns a dataset with a fingerprint, whose training and validation data are batches."""
-    from eigengraft.experiments.tasks.base import require_batch
+    from eigengraft.experiments.tasks.base import training_batch, validation_batches
 
     with _faults_of_task(case):
         data = case.component.new_data()
-        for name, batch in (("training", data.batch(0, 0)), ("validation", next(iter(data.evaluation()), None))):
-            require_batch(case.component, name, batch)
+        training_batch(case.component, data, 0, 0)
+        first = next(validation_batches(case.component, data), None)
+        require(first is not None, "validation batches", "at least one", "none")
 
 
 def the_model_accepts_the_batches(case: Case[Task]) -> None:
