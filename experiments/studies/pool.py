@@ -33,12 +33,13 @@ class PoolEvent:
     """An event of one job.
 
     job: number of the job.
-    kind: "died" if its process died and the job is started again.
-    value: reported value for "progress", result for "done", reason for "failed" and "died", None for "started".
+    kind: "died" if its process died and the job is started again; "warned" if it caused a warning.
+    value: reported value for "progress", result for "done", reason for "failed" and "died", text for "warned", None for
+        "started".
     """
 
     job: int
-    kind: Literal["started", "progress", "done", "failed", "died"]
+    kind: Literal["started", "progress", "done", "failed", "died", "warned"]
     value: Any = None
 
 
@@ -84,7 +85,7 @@ class _Worker:
         except (EOFError, OSError):
             self.process.join()
             kind, value = "died", f"its process ended with {_exit(self.process.exitcode)}"
-        if kind != "progress":
+        if kind not in ("progress", "warned"):
             self.job = None
         return PoolEvent(job, kind, value)
 
@@ -143,26 +144,13 @@ def _serve(connection: Connection, work: JobFunction) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     hide_installed_lines()
-    _show_warnings_once()
-    while True:
-        try:
-            job = connection.recv()
-        except EOFError:
-            return
-        try:
-            connection.send(("done", work(job, lambda value: connection.send(("progress", value)))))
-        except Exception:
-            connection.send(("failed", traceback.format_exc()))
+    sending = threading.Lock()
 
+    def send(kind: str, value: Any) -> None:
+        with sending:  # any thread of the job may cause a warning
+            connection.send((kind, value))
 
-def _show_warnings_once() -> None:
-    """Let this process show each warning once, because runs of one recipe have the same warnings.
-
-    The action "once" of the module `warnings` forgets what it has shown whenever a filter changes.
-    """
-    usual, shown = warnings.showwarning, set[str]()
-
-    def show(
+    def send_warning(
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -170,11 +158,18 @@ def _show_warnings_once() -> None:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        if str(message) not in shown:
-            shown.add(str(message))
-            usual(message, category, filename, lineno, file, line)
+        send("warned", warnings.formatwarning(message, category, filename, lineno, line))
 
-    warnings.showwarning = show
+    warnings.showwarning = send_warning
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        try:
+            send("done", work(job, lambda value: send("progress", value)))
+        except Exception:
+            send("failed", traceback.format_exc())
 
 
 def _end_with_parent() -> None:

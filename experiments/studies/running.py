@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -32,15 +33,17 @@ POLL = 0.5
 """Seconds between two checks of runs that other workers hold."""
 
 
-Kind = Literal["started", "progress", "done", "failed", "died", "elsewhere"]
+Kind = Literal["started", "progress", "done", "failed", "died", "elsewhere", "warned"]
 
 
 @dataclass(frozen=True)
 class StudyEvent:
     """An event of one run, which `run_study` yields.
 
-    kind: "died" if the run's process died and the run is started again; "elsewhere" if another worker holds the run.
-    value: a Tick for "progress", a Result for "done", the reason as text for "failed" and "died", else None.
+    kind: "died" if the run's process died and the run is started again; "elsewhere" if another worker holds the run;
+        "warned" if the run caused a warning.
+    value: a Tick for "progress", a Result for "done", the reason as text for "failed" and "died", the text of the
+        warning for "warned", else None.
     fraction: share of the study's expected work that is done.
     """
 
@@ -195,7 +198,7 @@ def complete_study(
             that calls this lacks `if __name__ == "__main__"`.
     """
     require_guarded()
-    failed: dict[str, str] = {}
+    failed, warned = dict[str, str](), set[str]()
     while True:
         prepared = prepare_study(study, Path(directory), failed, storage)
         with (
@@ -203,6 +206,11 @@ def complete_study(
             closing(run_study(prepared, workers)) as events,
         ):
             for event in events:
+                if event.kind == "warned":  # runs of one recipe have the same warnings
+                    if event.value not in warned:
+                        warned.add(event.value)
+                        sys.stderr.write(event.value)
+                    continue
                 on_event(event)
                 if event.kind == "failed":
                     failed[event.run.directory] = event.value

@@ -3,26 +3,30 @@
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import pytest
 
 from eigengraft.experiments.studies import pool
-from eigengraft.experiments.studies.pool import _show_warnings_once, run_pool
+from eigengraft.experiments.studies.pool import run_pool
 
 from ...processes import ROOT, fork_what_is_spawned, start
 
 pytestmark = pytest.mark.slow
 
 JOBS = """
-import os, signal, time
+import os, signal, time, warnings
 
 def work(job, report):
     if job == "raise":
         raise ValueError("no such luck")
     if job == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if job == "warn":
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            for text in ("one", "two", "one"):
+                warnings.warn_explicit(text, UserWarning, os.__file__, 1)
     if job == "wait":
         report(os.getpid())
         time.sleep(600)
@@ -85,15 +89,12 @@ def test_leaving_stops_the_processes(work):
         os.kill(pid, 0)
 
 
-def test_a_process_shows_a_warning_once(monkeypatch):
-    shown = []
-    monkeypatch.setattr(warnings, "showwarning", lambda message, *where: shown.append(str(message)))
-    _show_warnings_once()
-    for text in ("one", "two", "one", "two"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")  # which makes the module forget what it has shown
-            warnings.warn(text, stacklevel=1)
-    assert shown == ["one", "two"]
+def test_warnings_of_jobs_are_events(work):
+    events = list(run_pool(work, ["warn", 1, "warn"], workers=1))
+    assert [(event.job, event.value) for event in events if event.kind == "warned"] == [
+        (job, f"UserWarning: {text}\n") for job in (0, 2) for text in ("one", "two", "one")
+    ]
+    assert [event.value for event in events if event.kind == "done"] == ["warnwarn", 2, "warnwarn"]
 
 
 def test_no_jobs():
