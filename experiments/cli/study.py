@@ -228,14 +228,36 @@ def demo_command(
 ) -> None:
     """Compare AdamW, Shampoo, SOAP and Muon, each at its tuned learning rate, on three small tasks; write a report.
 
-    Takes three to five minutes on two idle cores. With `seeds=[0]` a third of the runs are done. The same command
-    without it then does the others.
+    The runs of the first seed come first, and of these the runs of the quickest task. After each of these parts, a
+    report is written, and the expected time of the other runs is printed, by the time of the finished ones. With
+    `seeds=[0]` the command ends after the first seed.
     """
     from ..reports.report import Report
+    from ..studies.preview import preview_study
     from ..studies.study import load_study
 
-    run_to_end(load_study("demo", overrides), out, workers)
-    typer.echo(f"report: {Report(out).write().resolve()}")
+    study = load_study("demo", overrides)
+    for part in _parts(study, out):
+        typer.echo(f"{sentence(preview_study(study, out))}.")
+        run_to_end(part, out, workers)
+        complete = sum(cell.complete for cell in preview_study(part, out).cells)
+        typer.echo(f"report of {counted(complete, 'run')}: {Report(out).write().resolve()}")
+
+
+def _parts(study: Study, directory: Path) -> list[Study]:
+    """Return the parts of a study with an axis `task`, in their order: the first seed of the quickest task, the first
+    seed, and the whole study. The first two are left out if `directory` has all of their runs.
+    """
+    from ..studies.preview import preview_study
+
+    first, times = study.replace(seeds=study.seeds[:1]), dict[str, float]()
+    for cell in preview_study(first, directory).cells:
+        task = cell.labels.get("task", "")
+        times[task] = times.get(task, 0.0) + cell.seconds
+    others = sorted(times, key=times.__getitem__)[1:]
+    quick = first.replace(exclude=(*study.exclude, {"task": tuple(others)})) if others else study
+    left = [part for part in (quick, first) if part != study and preview_study(part, directory).runs]
+    return [*left, study]
 
 
 def _print_preview(study: Study, directory: Path) -> None:

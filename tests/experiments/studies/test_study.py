@@ -10,11 +10,13 @@ import pytest
 
 from eigengraft import RecipeError
 from eigengraft.experiments.reports.records import read_records
+from eigengraft.experiments.studies import study as study_file
 from eigengraft.experiments.studies.plan import cells, plan_runs, refuse_changed, refuse_other_provenance
-from eigengraft.experiments.studies.running import prepare_study, run_study
+from eigengraft.experiments.studies.running import complete_study, prepare_study, run_study
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.training.train import train
 
+from ...cli import invoke
 from ...processes import FORK_SPAWNED, fork_what_is_spawned, run, start
 from ...refusals import check_said, refused
 
@@ -437,3 +439,25 @@ def test_a_study_runs_from_python_and_returns_its_report(tmp_path, monkeypatch, 
     failing = Study(**{**own.model_dump(mode="json"), "name": "failing", "base": {**TINY, "device": "cuda:99"}})
     with refused((RuntimeError, RecipeError), "cuda:99"):
         failing.run(tmp_path / "failing", workers=1)
+
+
+def test_a_warning_of_many_runs_is_said_once_for_the_study(tmp_path, monkeypatch, capfd):
+    fork_what_is_spawned(monkeypatch)
+    one = study(base={**TINY, "lr": 0.0}, axes={"method": {"adam": {}}}, seeds=[0, 1, 2, 3])
+    assert complete_study(one, tmp_path, workers=2) == {}
+    assert capfd.readouterr().err.count("[lr-zero]") == 1
+
+
+def test_the_demo_reports_its_quickest_task_and_its_first_seed_before_the_others(tmp_path, monkeypatch):
+    fork_what_is_spawned(monkeypatch)
+    monkeypatch.setattr(study_file, "load_study", lambda name, changes: load_study(study(seeds=[3, 1]), changes))
+    demo = ["demo", "--out", str(tmp_path), "--workers", "1"]
+    short = " ".join(invoke([*demo, "seeds=[3]"]).output.split())
+    assert short.index("4 runs in 4 cells") < short.index("guessed") < short.index("report of 2 runs")
+    assert short.index("by the time of 2 finished runs") < short.index("report of 4 runs")
+    assert complete(tmp_path) == {f"task={t},method={m}/seed-3" for t in ("small", "large") for m in ("adam", "soap")}
+    whole = invoke(demo).output
+    assert "report of 2 runs" not in whole and "4 runs in 4 cells" in whole and "report of 8 runs" in whole
+    assert len(complete(tmp_path)) == 8
+    (tmp_path / "report.html").unlink()
+    assert "report of 8 runs" in invoke(demo).output and (tmp_path / "report.html").exists()
