@@ -87,7 +87,7 @@ class BackwardGather:
         self._writes, self._expected = [0] * len(parameters), [1] * len(parameters)
         self._messages: list[Tensor] = []
         self._works: list[Work[Tensor]] = []
-        # In the next round: how many gradients, counted from its first one without a gap, are known to be complete.
+        # The next message needs the gradients at `_positions[self._next]`; the first `_complete` of these are complete.
         self._complete = 0
         self._late = 0
         self._watched: dict[int, RemovableHandle] = {}

@@ -269,7 +269,9 @@ def check_values(group: Mapping[str, Any]) -> None:
 
 
 class _Span(NamedTuple):
-    """The addresses of a parameter: bytes from `start` to before `end`, of which some may be gaps between entries."""
+    """The memory of a parameter: the bytes from address `start` up to, not including, `end`. If the parameter is not
+    contiguous, some of these bytes belong to none of its entries.
+    """
 
     device: str
     start: int

@@ -308,12 +308,12 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @cached_property
     def _traits(self) -> dict[tuple[int, ...], Traits]:
-        """Cache of `cached_traits`, by shape of the block."""
+        """The traits that `cached_traits` has returned before, by shape of the block."""
         return {}
 
     @cached_property
     def _keeps(self) -> dict[tuple[int, ...], bool]:
-        """Cache of `keeps_state`, by shape of the block."""
+        """The answers that `keeps_state` has returned before, by shape of the block."""
         return {}
 
     @property

@@ -139,7 +139,11 @@ class BudgetBench(DampedBench):
         roots: Sequence[tuple[Tensor | None, Tensor]],
         given: LayerFactors,
     ) -> Row:
-        """Return the row of one layer and storage: error, time and bytes, or the reason why nothing was measured."""
+        """Return what was measured for one layer whose roots are stored by `storage`: error, time and bytes. If
+        `storage` cannot store a root, return the reason.
+
+        roots: for each factor of the layer, its root and the damped factor.
+        """
         name, kept, spent, held = quantizer_label(storage), 1.0, 0.0, 0
         for (root, damped), past in zip(roots, given.histories, strict=True):
             assert root is not None

@@ -18,13 +18,14 @@ _Place = tuple[str, str]
 
 
 def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> TextTable:
-    """Return a table with a row for each difference between the labels of a panel: its dotted path, and a text for each
-    label, which is empty if the label has no such field.
+    """Return a table of the fields in which the compared configurations differ: a column for each label, and a row for
+    each field, headed by its dotted path.
 
-    A field with different values is a row. A component that only some labels have is one row with its fields. If the
-    value of a label differs between panels, the name of the panel follows each value.
+    A cell is empty if the label does not have the field. A component that only some labels have is one row, whose cells
+    list the component's fields. If a label has different values in several panels, its cell has each value, followed by
+    the name of its panel.
 
-    configs: panel -> label -> configuration.
+    configs: configurations by panel of the report, then by label.
     """
     places = {(panel, label): config for panel, cells in configs.items() for label, config in cells.items()}
     components: dict[str, dict[str, dict[_Place, str]]] = {}

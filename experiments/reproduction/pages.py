@@ -96,7 +96,13 @@ def _loss(rows: Sequence[ResultRow]) -> Summary | None:
 
 
 def _numbers(rows: Sequence[ResultRow], lengths: Sequence[str], loss: str) -> tuple[str, ...]:
-    """Return the cells of one row of `study_table`. A number that the runs do not have is empty."""
+    """Return four or more cells of a method's row: learning rate, mean lengths, loss, bytes of state a parameter. A
+    cell is empty if the runs do not have its number.
+
+    rows: results of the runs of the method.
+    lengths: names of the numbers of a run whose means are shown.
+    loss: the text of the cell for the loss.
+    """
     first = rows[0].numbers
     known = [row.numbers["state_bytes_per_parameter"] for row in rows if "state_bytes_per_parameter" in row.numbers]
     size = f"{sum(known) / len(known):.1f}" if known else ""

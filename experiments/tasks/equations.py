@@ -395,7 +395,7 @@ class Points(Dataset):
         size = math.sqrt(float(np.mean(u**2)))
         places = np.stack(np.broadcast_arrays(x, t[:, None]), axis=-1).reshape(-1, 2)
         asked = np.zeros((len(places), 3))
-        asked[:, 2] = 1 / size  # with this factor the mean square is the squared relative error
+        asked[:, 2] = 1 / size  # c = 1 / size: the mean squared error is the squared relative error
         self.validation = _batch(np.concatenate([places, asked], axis=1), u.reshape(-1) / size)
         kind, content = getattr(task.equation, "kind", "?"), u.astype(np.float32).tobytes()
         self.fingerprint = Fingerprint.of(f"the solution of {kind}", content)
@@ -437,10 +437,10 @@ def _drawn(random: np.random.Generator, count: int, equation: Equation) -> Grid:
 
 
 def _weighted(groups: list[tuple[Grid, tuple[float, float, float], float, Grid]]) -> tuple[Grid, Grid]:
-    """Return rows and targets whose mean squared error is the sum over groups of `weight` times the group's mean
-    squared error.
+    """Return the rows (x, t, a, b, c) of all groups of points, and their targets. Factors and targets are scaled so
+    that the mean squared error over all rows is the sum of the groups' mean squared errors, each times its weight.
 
-    groups: for each group the points, the factors (a, b, c) of `Points`, the weight, and the target values.
+    groups: for each group its points (x, t), its factors (a, b, c), its weight, and its targets.
     """
     total = sum(len(points) for points, *_ in groups)
     rows, targets = [], []
@@ -475,7 +475,7 @@ class Axis(nn.Module):
         return 2 * len(self.frequencies) + (not self.periodic)
 
     def forward(self, z: Tensor, order: int) -> list[Tensor]:
-        """Return features [N, size] and their derivatives up to `order`."""
+        """Return the features [N, size] of coordinates z [N], then their first to `order`-th derivatives by z."""
         shifted = (z - self.middle)[:, None]
         w = shifted.new_tensor(self.frequencies)
         found = []

@@ -152,8 +152,8 @@ def _meanings(recipe: Recipe) -> dict[str, dict[str, Any]]:
 def _views(before: Recipe, after: Recipe, infos: Sequence[ParamInfo]) -> list[str]:
     """Return the paths of the fields `view` that differ in effect between two recipes.
 
-    A field differs in effect if some parameter forms other matrices in `after` than in `before`, with its update at the
-    same path in both recipes. Views of entry-wise updates are ignored, because these updates use no matrices.
+    A field differs in effect if some parameter has the same path of its update in both recipes, but the two views make
+    different matrices of it. Views of entry-wise updates are ignored, because these updates use no matrices.
 
     infos: descriptions of the parameters.
     """

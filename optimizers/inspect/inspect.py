@@ -233,8 +233,8 @@ class StepWatch(Watch):
         square, product = _dot(update, update), _dot(update, gradient)
         squares = self._squares(inputs["gradient"], gradient)
         paths = (state.path, *([] if len(self._calls) > 1 else [state.path.rpartition(".")[0]]))
-        # A stage that another stage calls sets only its own measures. Any other stage is a stage of the update's chain,
-        # and also sets the measures of the chain. The chain runs in order, so its last stage has the final say.
+        # A stage that another stage calls has rows under its own path alone. A stage of the update's chain also writes
+        # the rows of the chain, so that these are of the last stage in the end.
         for path in paths:
             self._add(state, path, ("", "update_rms"), (square, square, torch.full_like(square, update.shape[1])))
             self._add(state, path, ("", "cosine"), (product, square, squares))

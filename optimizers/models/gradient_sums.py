@@ -53,10 +53,10 @@ class _Sum:
 
 @dataclass
 class _Running:
-    """What a running backward has added to the sum of one parameter so far.
+    """The contribution of a backward that has not ended yet to the sum of one parameter.
 
     stamp: `_stamp` of the parameter's gradient before the backward.
-    found: the values added so far; None if there are none yet.
+    found: the values that the backward has added; None if it has added none.
     """
 
     parameter: Tensor

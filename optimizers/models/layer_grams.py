@@ -222,11 +222,12 @@ def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams
     """Provide the signal `output_gradient_gram` from a model's backward. `compose` calls this function.
 
     The signal is N sum_i g_i g_i^T for every layer `y = W x`, where g_i is the gradient of the loss with respect to the
-    i-th output y that contributes to the gradient of the step. For a matrix W, N is the number of rows i. For a 1-d or
-    2-d convolution, N is the number of images, not of positions. If the loss is the mean over N rows, as in language
-    models over tokens, the signal is the mean of h_i h_i^T, where h_i = N g_i is the gradient of the loss of row i. If
-    the loss is the mean over M < N items, such as sequences, the factor of the sum is still N, and not M. The signal is
-    then N / M times as large as with the factor M.
+    i-th output y that contributes to the gradient of the step. For a linear layer, N is the number of outputs y. For a
+    1-d or 2-d convolution, N is the number of images, and i runs over all positions of all images.
+
+    If the loss is the mean over N outputs, as in language models over tokens, the signal is the mean of h_i h_i^T,
+    where h_i = N g_i is the gradient of the loss of output i. If the loss is the mean over fewer items, such as M
+    sequences, the signal is N / M times the sum M sum_i g_i g_i^T that belongs to this mean.
 
     The g_i have the scale of the step's gradient: if GradScaler's `unscale_` or `clip_grad_norm_` scaled the gradients
     after the backward, the g_i are scaled by the same factor.

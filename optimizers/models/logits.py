@@ -23,7 +23,7 @@ from .arguments import require_watchable
 from .gradient_sums import GradientSums, ParamPlace
 from .layer_grams import differentiable
 
-if TYPE_CHECKING:  # importing it takes as long as all of this library
+if TYPE_CHECKING:  # this import takes as long as that of all of this library
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
@@ -162,8 +162,9 @@ class _Span:
     def place(self, numbers: Tensor, name: str) -> Tensor:
         """Return one number for each head of all ranks: the given numbers for heads of this rank, 0 for other heads.
 
-        The range of this rank counts items: heads, or rows of the weight, of which every head has equally many. Each
-        head has d = `length` / number of heads of this rank. The first head of this rank is therefore head `start` / d.
+        The range of this rank (`start`, `length`) counts heads or rows of the weight. Every head has the same number of
+        rows. So a head is d = `length` / (number of heads of this rank) units of the range, and the first head of this
+        rank has the number `start` / d.
 
         numbers: one number for each head of this rank.
         name: name of the weight, for the message.
@@ -229,7 +230,7 @@ class _Seen:
         if self.heads is not None:
             return self.heads[1].full
         if own.length == own.full:
-            return own.full // self.width  # `key_heads` may be only the key heads that this rank's queries use
+            return own.full // self.width  # `self.key_heads` may count only the heads that this rank's queries use
         return self.key_heads * own.full // max(own.length, 1)
 
 

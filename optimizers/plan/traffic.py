@@ -105,7 +105,7 @@ def wire(
     """
     ranks, replicas = len(layouts[0].boxes), np.array(layouts[0].replicas)
     there, back = Traffic(ranks), Traffic(ranks)
-    # by place of a block (shapes of its parameter, pieces of the block): `[R]`, how many of its entries each rank holds
+    # Entries of a block that each of the R ranks holds, `[R]`, by the block's pieces and its parameter's shapes.
     holdings = dict[tuple[object, ...], Counts]()
     for groups in rounds:
         own = [block_groups[index] for index in groups]

@@ -200,7 +200,7 @@ class Heads:
             if head is not None and not head.tied and accepts(head, len(path) - 1):
                 direct = len(head.path) == len(path)
                 self.why.setdefault(head.key, "output head by name" if direct else f"last layer of {'.'.join(path)}")
-                for layer in inside:  # copies of the head, which adapters store
+                for layer in inside:  # an adapter stores a copy of the head at the same path, which is a head too
                     if layer.path == head.path and layer.kind == head.kind:
                         self.why.setdefault(layer.key, self.why[head.key])
 
@@ -294,11 +294,11 @@ class Heads:
         return None
 
     def _at_top(self, layer: Layer, depth: int) -> bool:
-        """Return True if a layer whose attribute has a likely name of a head (`_LIKELY`) may be a head.
+        """Return True if a layer whose name suggests a head, such as `proj` or `out`, may be a head.
 
-        The attribute must be directly in the model, or in a complete model inside it (`_PARTS`). A layer is no head if
-        another layer may consume its outputs. This does not count against the last layer of the model, unless the name
-        matches `_ALSO_IN_ATTENTION`.
+        The name must be an attribute of the model, or of a complete model inside it (`_PARTS`). No other layer may
+        consume the outputs of a head. The last layer of the model is exempt from this rule, unless attention layers use
+        its name too (`_ALSO_IN_ATTENTION`).
 
         depth: index at which `layer.path` has the attribute.
         """

@@ -263,7 +263,7 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
         return ParamPlacement(layout, {})
     if layout.copies == 1:
         return ParamPlacement(layout, None)
-    # With averaging, a rank also needs the entries of the averages that its replicas would update, between steps.
+    # With averaging, a rank needs the averages of all its entries, and so it does not leave some to its replicas.
     if layout.parts is not None and recipe.averaging is None:
         return ParamPlacement(layout, None, layout.parts)
     return ParamPlacement(layout, {})

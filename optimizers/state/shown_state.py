@@ -98,20 +98,16 @@ def fill(state: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
 
 
 class ShownState:
-    """A record of `optimizer.state` as the optimizer has written it, to detect changes cheaply at every step.
+    """A record of `optimizer.state` as the optimizer has written it. A step compares the state with it, because users
+    may write into `optimizer.state`.
+
+    Three things are compared: the tensor objects, the addresses of their memory (`x.data = y` changes only these), and
+    the version counters (writes in place increase them). Versions are compared only for tensors that a user may reset
+    to zero with an effect (`_answered`). Each step compares addresses and versions of the largest tensors alone. For
+    200 parameters with 3 tensors each, this takes 45 microseconds of a step of 1.1 ms.
 
     tensors: for each parameter, its state tensors by key.
     missing: parameters without state.
-
-    `is_held` compares three things:
-
-    - the tensor objects;
-    - the addresses of their memory, because `x.data = y` changes only the address;
-    - the version counters, which writes in place increase. Only tensors for which a reset to zero must be detected
-      (`_answered`) are compared in this way.
-
-    A step compares addresses and versions of only the largest tensors. For 200 parameters with 3 tensors each, this
-    takes 45 microseconds of a step of 1.1 ms.
     """
 
     def __init__(

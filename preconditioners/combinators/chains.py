@@ -107,8 +107,8 @@ class Transform(Stage):
         return Traits(entrywise=entrywise, spectral_norm=norm, spectral_gain=gain)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        # A lagged stage only initializes its state at the first gradient. With such a stage in `inner`, the steps of
-        # `inner` are numbered 0, 1, ... The chain `before` maps every gradient, so that its steps are 1, 2, ...
+        # The first gradient only initializes the state of a lagged stage. A chain with such a stage therefore numbers
+        # its steps from 0. The chain `before` has none, and so it numbers its steps from 1.
         before = replace(context, steps=context.steps + 1) if first_lagged(self.chain) else context
         mapped = run_chain(self.before, state.scope("before"), gradient, gradient, before)
         first = mapped if direction is gradient else direction

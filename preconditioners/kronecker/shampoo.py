@@ -86,7 +86,7 @@ class Shampoo(Factored, DelayedRefresh):
         return exponent_of(self.exponent, len(block), axis, default_exponent(self.statistic.axes.of(block)))
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        if block not in self._factor_axes:  # cached, because each stack calls it several times a step
+        if block not in self._factor_axes:  # cached, because this method is called several times a step for each stack
             axes = self.statistic.axes.of(block)
             self._factor_axes[block] = tuple(axis for axis in axes if self._exponent(block, axis))
         return self._factor_axes[block]

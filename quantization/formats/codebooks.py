@@ -163,11 +163,9 @@ class Codebook:
 
 
 def _found(y: Tensor, steps: Tensor) -> Tensor:
-    """Return the codes of y as int32, in a buffer that the next call overwrites.
+    """Return the codes of the float32 numbers y as int32, in a buffer that the next call overwrites.
 
-    The docstring of `_steps` explains the method.
-
-    steps: the table that `_steps` returns.
+    steps: table of `_steps`, whose docstring explains how a code is found.
     """
     bits, n = y.reshape(-1).view(torch.int32), y.numel()
     k, codes = scratch("k", n, torch.int32), scratch("codes", n, torch.int32)

@@ -130,8 +130,8 @@ class Int8(_Signed):
 class Int16(_Signed):
     """16 bits for a signed number: code k = -32767 ... 32767 stands for k max |x| / 32767.
 
-    max |x| is the largest size of a number in a block or column. With `buckets: column`, inside `exact_diagonal`, this
-    is the storage of statistics and roots in Distributed Shampoo in JAX.
+    max |x| is the largest size of a number in a bucket: a block or a column. Distributed Shampoo in JAX stores
+    statistics and roots as `exact_diagonal` with this quantizer inside, and with `buckets: column`.
     """
 
     kind: Literal["int16"] = "int16"

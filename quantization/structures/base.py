@@ -77,8 +77,8 @@ def at_places(x: Tensor, places: Tensor) -> Tensor:
 
 
 def strictly_lower(x: Tensor) -> Tensor:
-    """Return the entries below the diagonal of x `[N, d, d]`, folded to rectangles `[N, d // 2, d - 1 + d % 2]`, in the
-    order of `lower_places`.
+    """Return the d (d - 1) / 2 entries below the diagonal of each matrix of x `[N, d, d]`, reshaped to rectangles
+    `[N, d // 2, d - 1 + d % 2]`. `lower_places` defines their order.
     """
     d = x.shape[-1]
     return at_places(x.flatten(1), lower_places(d, x.device)[0]).reshape(-1, *folded_shape(d))

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-if TYPE_CHECKING:  # the first import takes as long as that of all of this library
+if TYPE_CHECKING:  # importing DTensor takes as long as importing all of this library
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 

@@ -355,12 +355,13 @@ def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrice
 
 
 def _tiles(spans: Sequence[Span], side: int, equal: EqualMatrices) -> Iterator[Tiles]:
-    """Yield the ranges of equal length (tiles) into which one axis of the matrices is cut. Tiles that are evenly spaced
-    in the parameter are yielded as one `Tiles`, all other tiles one by one.
+    """Cut one axis of equal matrices into tiles, which are ranges of equal length. Tiles that are evenly spaced in the
+    parameter are yielded as one `Tiles`, all other tiles one by one.
 
-    spans: the ranges of the parameter's axes that are flattened into this axis of the first matrix.
+    spans: the axis that is cut. It is one or several axes of the parameter, flattened, and `spans` has the range of
+        each for the first matrix.
     side: length of a tile. The last tile may be shorter.
-    equal: the matrices that are cut.
+    equal: the matrices.
     """
     lengths = tuple(span.length for span in spans)
     for first, count, start, length in equal_runs(math.prod(lengths), side):
