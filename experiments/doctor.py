@@ -235,8 +235,8 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "worse than guessing": Explanation(
         "labels are noise or belong to other inputs, validation rows are unlike training rows, or the model overfits",
-        "check the labels of some rows by eye, and that training and validation rows are made alike; train for fewer "
-        "steps",
+        "{slow}check the labels of some rows by eye, and that training and validation rows are made alike; train for "
+        "fewer steps",
     ),
 }
 

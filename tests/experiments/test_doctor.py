@@ -394,6 +394,16 @@ def test_overfitting_after_far_too_large_updates_is_first_a_matter_of_the_learni
     assert found.kind == "overfitting" and found.remedy.startswith(advised)
 
 
+def test_a_validation_loss_worse_than_a_guess_is_first_a_matter_of_a_far_too_high_rate(tmp_path: Path) -> None:
+    """Rows and labels are noise. At lr 0.1 the first update is about as large as the weights."""
+    advice = []
+    for lr in (0.003, 0.1):
+        found = treated(patient("noise", lr=lr, steps=200), tmp_path / f"{lr}").findings[0]
+        assert found.kind == "worse than guessing"
+        advice.append(found.remedy)
+    assert advice[0].startswith("check the labels") and advice[1].startswith("first divide lr by ")
+
+
 def test_weights_that_begin_with_0_are_no_matter_of_the_activation(tmp_path: Path) -> None:
     assert "random initial weights" in treated(patient("zero"), tmp_path / "zero").findings[0].remedy
     assert "smooth activation" in treated(patient("dead"), tmp_path / "dead").findings[0].remedy
