@@ -216,20 +216,25 @@ def markdown(found: dict[str, Any]) -> str:
     """Tables of operations that were counted and milliseconds that were measured."""
     head = "| model | parameters | a rank's examples | block | roots every | ranks | step, TFLOP | of gradient | state "
     head += "| updates received | of the gradient's time |"
-    lines = ["Operations of a step that were counted, of the rank that has most.", "", head, "|" + " --- |" * 11]
+    about = "Counted operations of a step of the optimizer, for the rank with the most work. *Of gradient*: their "
+    about += "share of the operations of the gradient. *Of the gradient's time*: the computed time of operations and "
+    about += "messages, as a share of that of the gradient."
+    lines = [about, "", head, "|" + " --- |" * 11]
     for row in found["counted"]:
         start = f"| {row['model']} | {row['parameters'] / 1e6:.1f} M | {row['examples']} | {row['block']} "
         share = row["step"] / row["gradient"]
         end = f"| {row['interval']} | {row['ranks']} | {row['step'] / 1e12:.3f} | {100 * share:.1f} % "
         end += f"| {row['state'] / 1e9:.2f} GB | {row['received'] / 1e6:.0f} MB | {100 * seconds_over(row):.1f} % |"
         lines.append(start + end)
-    gradients = ", ".join(f"{ms:.0f} for {n} tokens" for n, ms in found["measured"][0]["gradient"].items())
-    lines += ["", f"Milliseconds that were measured: {found['made']}. The gradient takes {gradients}.", ""]
+    gradients = ", ".join(f"{ms:.0f} ms for {n} tokens" for n, ms in found["measured"][0]["gradient"].items())
+    about = "The next table has measured times of an update by AdamW and by Shampoo, in milliseconds "
+    lines += ["", f"{about}({found['made']}). The gradient takes {gradients}.", ""]
     lines += ["| block | roots every | ranks | AdamW | Shampoo |", "|" + " --- |" * 5]
     for row in found["measured"]:
         start = f"| {row['block']} | {row['interval']} | {row['ranks']} "
         lines.append(start + f"| {row['diagonal']:.1f} | {row['step']:.1f} |")
-    lines += ["", "How much longer a step takes than with AdamW, gradient and update:", ""]
+    about = "The last table says how much longer a step of gradient and update takes with Shampoo than with AdamW:"
+    lines += ["", about, ""]
     return "\n".join([*lines, *shares_table(found["measured"]), ""])
 
 

@@ -24,32 +24,34 @@ make gpu                    # on one CUDA device, in under 10 minutes; writes th
 make gpu ARGS=--simulated   # with tiny sizes, without a GPU; writes to runs/gpu-simulated/
 ```
 
-The second line runs the same code on a simulated accelerator. Neither asks the network. `make gpu` also writes each
-measurement as a line of JSON to `tests/gpu/results.jsonl`, and renews the times of solvers in
+The second line runs the same code on a simulated accelerator. No network is needed for either line. `make gpu` also
+writes each measurement as a line of JSON to `tests/gpu/results.jsonl`, and renews the times of solvers in
 `preconditioners/roots/timings.json`. It also measures HeavyBall and Distributed Shampoo if they are installed."""
 ADVICE = """```yaml
 base: soap_fitted                                # on a GPU
 set: {update.eigenbasis.refresh.delay: 2}        # new bases two steps late, on a second stream
 ```
 
-- **AdamW.** Keep the defaults. The step uses torch's fused kernel, and the host waits once, for the check of the
-  gradients, which torch's AdamW does not make. `failure.detect: device` waits for nothing, but copies parameters and
-  moments before each update, and selects entries of them after it.
-- **Muon.** Set `graph: true` if the host is the bottleneck. The step then takes the host a quarter of the time.
-- **SOAP.** With `refresh.delay` new bases are computed beside the steps. This takes memory for the inputs of late
+- **AdamW.** Keep the defaults. The step uses torch's fused kernel. The host waits once, for the check of the gradients,
+  which torch's AdamW does not make. With `failure.detect: device` the host waits for nothing. But each update then
+  copies parameters and moments before it, and selects entries of them after it.
+- **Muon.** Set `graph: true` if the host is the bottleneck. The time of the host then falls to a quarter.
+- **SOAP.** With `refresh.delay` new bases are computed beside the steps. The delay takes memory for the inputs of late
   refreshes, and makes the loss a little higher ([how much](../papers/late_refreshes/README.md)). `delay` cannot be
   combined with `graph: true`.
 - **SOAP, Shampoo.** Call `torch.set_float32_matmul_precision("high")` for products in TF32. Refreshes of roots and
-  bases are computed in float32 in any case, because their iterations need all bits. Together with `delay` this was not
-  measured: the host then launches late refreshes itself.
+  bases are computed in float32 in any case, because their iterations need all bits. TF32 together with `delay` was
+  not measured: the host then launches late refreshes itself.
 - **Shampoo.** Most of the time is spent in roots. A longer interval between refreshes saves the most."""
 STEPS = """Milliseconds of a step on the parameters of GPT-2 small in float32, with refreshes every 10 steps.
 
-- *total*: until the device has finished; *host*: until `step` returns; *device*: between CUDA events around the step.
-- *kernels*: the number of kernels of a step, and the milliseconds in which they run, without the gaps between them.
-  Of three steps, the one with the fewest kernels counts. SOAP and Shampoo refresh some of their blocks in every step.
-- *waits*: times that the host waits for the device, by torch's synchronization debug mode, in the step with the fewest
-  and in the step with the most."""
+- *total*: the time until the device has finished. The columns have the median, the mean and the longest step.
+- *host*: the time until `step` returns. *device*: the time between CUDA events around the step.
+- *kernels*: the number of kernels of a step. *ms of kernels*: the milliseconds in which they run, without the gaps
+  between them. Of three steps, the one with the fewest kernels counts. SOAP and Shampoo refresh some of their blocks
+  in every step.
+- *waits*: how often the host waits for the device in the step with the fewest waits, by torch's synchronization debug
+  mode. *most*: the same in the step with the most waits."""
 MEMORY = """Megabytes (10^6 bytes):
 
 - *state*: the memory that the state takes on the device. It includes memory that torch and cuBLAS keep: 32 MB for
@@ -60,17 +62,23 @@ MEMORY = """Megabytes (10^6 bytes):
 
 A graph keeps the memory of its intermediate results, and refreshes under way keep copies of their inputs. The plan
 counts neither."""
-CAPTURE = """Steps with `graph: true`, refreshes every 10 steps, while the learning rate changes in every step.
+CAPTURE = """Steps with `graph: true` and refreshes every 10 steps. The learning rate changes in every step.
 
 - *replays*: the number of replays of graphs, summed over all graphs of a recipe. A recipe may have several graphs for
-  different parameters. *differing*: the number of tensors of parameters and state whose bits differ from those of the
-  same steps launched one by one, over all steps.
-- *apart*: largest difference to the steps without `graph`, as a share of the way that parameters went. A graph reads
-  its numbers on the device, in the dtype of the state, where other steps take them from the host."""
-TORCH = """Recipes against `torch.optim` on the options that torch's own tests list for SGD, Adam, AdamW, Adagrad,
-RMSprop and Muon (`torch.testing._internal.common_optimizers`): the same gradients, 8 steps."""
-DECOMPOSITIONS = """Milliseconds of a stack of matrices in float32, the shortest of up to five calls. *householder* is
-`geqrf` with `householder_product`, *eigh_on_host* contains both copies, roots are of the power -1/4."""
+  different parameters.
+- *differing*: the number of tensors of parameters and state whose bits differ from those of the same steps launched
+  one by one, summed over all steps.
+- *apart*: the largest difference between the parameters at the end and those of a run without `graph`, divided by the
+  largest change of a parameter in that run. The difference is not 0, because a graph reads the learning rate and other
+  numbers of a step on the device, in the dtype of the state. Without a graph, the host passes these numbers to the
+  kernels."""
+TORCH = """Recipes are compared with `torch.optim` on the options that torch's own tests list for SGD, Adam, AdamW,
+Adagrad, RMSprop and Muon (`torch.testing._internal.common_optimizers`). Both receive the same gradients for 8 steps."""
+DECOMPOSITIONS = """Milliseconds of an operation on a stack of matrices in float32: the shortest of up to five calls.
+
+- *householder* is `geqrf` with `householder_product`.
+- *eigh_on_host* includes the copies to the host and back.
+- `coupled_newton` and `newton_db` compute roots of the power -1/4."""
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -94,7 +102,7 @@ def page(rows: Sequence[Row]) -> str:
 def _where(row: Row) -> str:
     return (
         f"Measured on {row['date']} on {row['card']}, with torch {row['torch']}, CUDA {row['cuda']} and products of "
-        f"float32 at precision `{row['products']}`. The host is {row['host']}, threads of torch: {row['threads']}."
+        f"float32 at precision `{row['products']}`. The host is {row['host']}; torch uses {row['threads']} threads."
     )
 
 
@@ -123,7 +131,8 @@ def _torch(row: Row) -> str:
     wrong = f" Failed: {', '.join(row['failed'])}." if row["failed"] else ""
     left = "".join(f"\n- {name}: {reason}" for name, reason in row["left"].items())
     return (
-        f"{row['compared']} inputs compared, {len(row['failed'])} failed.{wrong} No recipe does the same for:\n{left}"
+        f"{row['compared']} inputs compared, {len(row['failed'])} failed.{wrong} "
+        f"For these inputs no recipe does the same:\n{left}"
     )
 
 
