@@ -110,14 +110,15 @@ def paired_table(rows: list[Row]) -> list[str]:
 def markdown(rows: list[Row]) -> str:
     """A table for each task."""
     text = [
-        "Validation loss in nats at the end, mean over seeds; differences seed by seed, mean (least to largest).",
+        "The tables have the mean validation loss over the seeds at the end of training, in nats. Differences are those "
+        "of runs with the same seed: mean (least to largest).",
         "",
     ]
     for task in names(rows, "task"):
         text += [f"## {task}", "", *table(rows, task), ""]
         if any(TRAINING in row for row in rows if row["task"] == task):
             text += [
-                "Training loss at the end, in thousandths of a nat, and ratios:",
+                "The next table has the training loss at the end of training, in thousandths of a nat, and its ratios:",
                 "",
                 *training_table(rows, task),
                 "",

@@ -134,7 +134,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     """The rows as a table."""
     head = ["model", "parameters", "32 bits published", "counted", "4 bits published", "counted"]
     head += ["naive", "Cholesky with error feedback", "Cholesky"]
-    lines = ["MiB of state beyond that of AdamW.", "", "| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    about = "The table has the MiB of state beyond the state of AdamW."
+    lines = [about, "", "| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for row in rows:
         sizes = [row[key] for key in ("published_shampoo", "shampoo", "published_shampoo_4bit", *list(VARIANTS)[1:])]
         cells = [row["model"], f"{row['parameters'] / 1e6:.2f} M", *(f"{size:.1f}" for size in sizes)]

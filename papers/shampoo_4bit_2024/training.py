@@ -119,7 +119,8 @@ def by_seed(rows: list[Row], task: str) -> list[str]:
 
 def markdown(rows: list[Row]) -> str:
     """Both tables of every task."""
-    text = ["Validation loss in nats at the end; differences to the method in 32 bits with the same seed.", ""]
+    about = "The tables have the validation loss in nats at the end of training, and its difference from the run in 32 "
+    text = [about + "bits with the same seed.", ""]
     for task in dict.fromkeys(row["task"] for row in rows):
         [steps] = {row["steps"] for row in rows if row["task"] == task}
         text += [f"## {task}, {steps} steps", "", *summary(rows, task), "", *by_seed(rows, task), ""]

@@ -106,7 +106,8 @@ def every_loss(rows: list[Row], method: str, rule: str) -> list[str]:
 
 def markdown(rows: list[Row]) -> str:
     """The summary and all losses."""
-    text = ["Validation loss in nats at the end, mean over seeds.", "", *summary(rows), ""]
+    about = "The tables have the mean validation loss over the seeds at the end of training, in nats."
+    text = [about, "", *summary(rows), ""]
     for method, name in METHODS.items():
         for rule, about in rules(rows).items():
             text += [f"## {name}, {about}", "", *every_loss(rows, method, rule), ""]
