@@ -110,8 +110,8 @@ def paired_table(rows: list[Row]) -> list[str]:
 def markdown(rows: list[Row]) -> str:
     """A table for each task."""
     text = [
-        "The tables have the mean validation loss over the seeds at the end of training, in nats. Differences are those "
-        "of runs with the same seed: mean (least to largest).",
+        "The tables have the mean validation loss over the seeds at the end of training, in nats. Differences are "
+        "those of runs with the same seed: mean (least to largest).",
         "",
     ]
     for task in names(rows, "task"):
