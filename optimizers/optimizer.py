@@ -26,6 +26,7 @@ from .param_groups import (
     Defaults,
     check_options,
     own_keys,
+    require_known,
     require_matches,
     require_names,
     require_partners,
@@ -104,7 +105,8 @@ class Optimizer(ComposedOptimizer):
         captured = options.pop("capturable", None)
         described = DescribedParameters.of(params)
         self.recipe = load_recipe(recipe, overrides)
-        check_options(options, "Optimizer", self.recipe)
+        require_known(options, self.recipe)
+        check_options(options, "Optimizer")
         if captured is not None and captured != self.recipe.graph:
             self.recipe = self.recipe.replace(graph=captured)
         self.param_sets = ParamSets(self.recipe, checked, described.others)

@@ -43,6 +43,8 @@ _MEANT = ("params", "param_names", "lr", "weight_decay", "peak_lr")
 """Keys of a param group that a user writes. A key that is similar to one of these is reported as a misspelling."""
 _NUMBERS = ("lr", "weight_decay", "peak_lr", "initial_lr", "max_lr")
 _OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay"}
+_OPTIONS = ("lr", "weight_decay", "overrides", "checked", "steps", "silence")
+"""Options of `compose`. `Optimizer` has all but the last two."""
 _HOW = ("foreach", "fused", "capturable")
 """Options of torch's optimizers that choose how a step is computed."""
 _OFF = {
@@ -70,25 +72,43 @@ WHOLE_SHARDS = "use torch.distributed.fsdp.fully_shard (FSDP2)"
 """Advice in errors about wrappers that cut parameters into flat shards."""
 
 
-def check_options(given: Mapping[str, Any], who: str, recipe: Recipe | None = None) -> None:
+def _other_names(key: str) -> list[str]:
+    """Return the option that other libraries call `key`, as a list, which is empty if there is none."""
+    return [_OTHER_NAMES[key]] if key in _OTHER_NAMES else []
+
+
+def require_known(options: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise TypeError if an option of `Optimizer` or `compose` is unknown. The error suggests the nearest option, or
+    the overrides of the recipe that mean the same.
+    """
+    unknown = [key for key in options if key not in (*_HOW, *_OFF)]
+    if not unknown:
+        return
+    meant, others = dict[str, Any](), list[str]()
+    for key in unknown:
+        found = meant_overrides(key, options[key], recipe)
+        meant |= found
+        others += [] if found else [key]
+    hint = "".join(did_you_mean(key, _OPTIONS, first=_other_names(key)) for key in others[:1])
+    advice = f"; pass overrides={meant}" if meant else ""
+    if others and not hint:
+        advice += f"; if '{others[0]}' is an option of another library, docs/from-torch.md has the field"
+    verb = "is no option" if len(unknown) == 1 else "are no options"
+    raise TypeError(
+        f"Optimizer: {', '.join(map(repr, unknown))} {verb}{hint} (the options are {', '.join(_OPTIONS[:-2])}, and in "
+        f"`compose` also {' and '.join(_OPTIONS[-2:])}; the recipe declares all else){advice}"
+    )
+
+
+def check_options(given: Mapping[str, Any], who: str) -> None:
     """Warn of options of torch's optimizers that have no effect here. `fused=True` is checked later.
 
     given: the options.
     who: name of the caller, the beginning of messages.
-    recipe: recipe for which the error about an unknown option suggests overrides; None: no suggestion.
 
-    Raises:
-        TypeError: an option is unknown.
-        ValueError: an option that is not supported was set.
+    Raises ValueError if an option that is not supported was set.
     """
     for key, value in given.items():
-        if key not in (*_HOW, *_OFF):
-            meant = {} if recipe is None else meant_overrides(key, value, recipe)
-            there = f"; pass overrides={meant}" if meant else ""
-            raise TypeError(
-                f"{who}: '{key}' is no option; the options are lr and weight_decay, and the recipe declares all "
-                f"else{there}"
-            )
         if key in _OFF and value:
             raise ValueError(f"{who}: {key} is not supported, got {value!r}; {_OFF[key]}")
     always = {
@@ -172,7 +192,7 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[
             continue
         # a key that contains a known name, such as weight_decay_mult, is the user's own key and no misspelling
         known = [name for name in _MEANT if name not in key]
-        hint = did_you_mean(key, known, 0.75, [_OTHER_NAMES[key]] if key in _OTHER_NAMES else ())
+        hint = did_you_mean(key, known, 0.75, _other_names(key))
         if hint or key in _elsewhere():
             raise ValueError(
                 f"param group: '{key}' is no key of a group{hint} (the keys are params, lr and weight_decay; the "

@@ -103,6 +103,9 @@ def print_storage(optimizer: eigengraft.Optimizer) -> None:
 
 WIDE, PAGE = 160, 120
 """Least widths of tables in characters in a file or a pipe: of most tables, and of tables with much text (`expand`)."""
+_TEXT = 36
+"""In a table with `expand`, the least width of the last column of texts, and the largest of those before it, except of
+the first. In characters."""
 _DIGITS = 7
 """Least width of a column of numbers in characters. Columns of several tables are then at the same place."""
 
@@ -129,8 +132,11 @@ def print_table(
     table = Table(**frame, padding=(0, 1, 0, int(markdown)), show_footer=bool(footer), expand=expand)
     for place, head in enumerate(heads):
         own: dict[str, Any] = {"justify": "right", "min_width": _DIGITS} if place >= len(heads) - numbers else {}
-        if expand and place == len(heads) - numbers - 1:
-            own["ratio"] = 1  # the last column of texts gets all free width
+        last = len(heads) - numbers - 1
+        if expand and place == last:
+            own |= {"ratio": 1, "min_width": _TEXT}  # the last column of texts gets all free width
+        elif expand and 0 < place < last:
+            own["max_width"] = _TEXT
         own["no_wrap"] = form == "comment" and place == 0
         table.add_column(Text(head), Text(footer[place]) if footer else "", overflow="fold", **own)
     for row in rows:

@@ -63,8 +63,9 @@ class Commands(TyperGroup):
         """Rewrite the message of an error about an option, and leave all other errors as they are.
 
         If a value is wrong, the message has the value. If an option lacks its value, the message says what the value
-        means. If there is no such option, the message says how a setting is given. An error about a missing value or
-        option is recognized by its attribute `option_name`, because typer does not export its class.
+        means. If the command has no such option, the message names the commands that have it, or says how a setting is
+        given. An error about a missing value or option is recognized by its attribute `option_name`, because typer does
+        not export its class.
         """
         if isinstance(cause := error.__cause__, ValidationError) and hasattr(error, "param"):
             given = str(cause.errors()[0]["input"])
@@ -76,8 +77,12 @@ class Commands(TyperGroup):
         if option is not None and getattr(option, "help", None):
             value = option.metavar or str(option.type.name).upper()
             error.message = f"{name}: its value {value} is missing; {option.help}"
-        elif option is None and self._has_option(ctx, "overrides"):
-            error.message = f"there is no option {name}; settings have no dashes, as in {str(name).lstrip('-')}=VALUE"
+        elif option is None:
+            others = [key for key, own in self.commands.items() if any(name in one.opts for one in own.params)]
+            known = f"{name} is an option of {', '.join(others)}, not of {ctx.invoked_subcommand}"
+            example = "lr" if others else str(name).lstrip("-")
+            settings = f"; settings have no dashes, as in {example}=VALUE" if self._has_option(ctx, "overrides") else ""
+            error.message = f"{known if others else f'there is no option {name}'}{settings}"
 
     def _has_option(self, ctx: Any, name: str) -> bool:
         """Return True if the command that runs has an argument or option of this name."""

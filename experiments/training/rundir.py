@@ -36,8 +36,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from eigengraft.errors import RecipeError, first_lines
-from eigengraft.optimizers.recipe.overrides import differences
+from eigengraft.errors import RecipeError
+from eigengraft.optimizers.recipe.overrides import differences, first_differences
 
 from ..files import PARTIAL, JsonLines, make_directory, read_object, write_text, writing
 from ..provenance import REMEDY, without_folders
@@ -68,11 +68,12 @@ def config_changes(
     Fields of the experiment itself come first, then fields of its components, the most deeply nested last. Among fields
     of the same depth, short lines come first.
 
-    ignored: fields that may differ. The folder of the data may differ, too.
+    ignored: fields that may differ. The folder of the data and the description of the recipe may differ, too.
     """
     nothing = dict.fromkeys(ignored)
     faults = differences(without_folders({**known, **nothing}), without_folders({**config, **nothing}))
-    return sorted(faults, key=lambda line: (line.partition(":")[0].count("."), len(line)))
+    own = [line for line in faults if not line.startswith("recipe.about:")]
+    return sorted(own, key=lambda line: (line.partition(":")[0].count("."), len(line)))
 
 
 class RunDirectory:
@@ -87,7 +88,10 @@ class RunDirectory:
     ) -> None:
         """Make this the directory of a run with the configuration `config`.
 
-        Raises RecipeError if it belongs to a run of another configuration, or contains other files.
+        A run that an error ended before its first row and checkpoint leaves nothing to continue. Its directory is
+        accepted for any configuration, which the caller writes.
+
+        Raises RecipeError if the directory belongs to a run of another configuration, or contains other files.
 
         extensible, ignored: see `require_config`.
         """
@@ -97,8 +101,8 @@ class RunDirectory:
                 raise RecipeError(f"{self.path}: contains other files; choose an empty or new directory")
             make_directory(self.path)
             self.write("config", config)
-            return
-        self.require_config(known, config, extensible, ignored)
+        elif self.begun or self.metrics.rows() or self.read("fault") is None:
+            self.require_config(known, config, extensible, ignored)
 
     def require_config(
         self,
@@ -117,7 +121,7 @@ class RunDirectory:
         if faults := config_changes(known, config, ignored):
             raise RecipeError(
                 f"the directory '{self.path}' belongs to a run of another experiment (recorded -> given):\n"
-                + "\n".join(first_lines(faults))
+                + "\n".join(first_differences(faults))
                 + f"\n{REMEDY}{_hint(known, config) if extensible and len(faults) == 1 else ''}"
             )
 

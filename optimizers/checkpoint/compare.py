@@ -9,14 +9,14 @@ from itertools import chain
 from typing import Any
 
 from eigengraft.component import Component
-from eigengraft.errors import RecipeError, first_lines, name_some
+from eigengraft.errors import RecipeError, name_some
 from eigengraft.preconditioners import Stage
 from eigengraft.preconditioners.statistics import Statistic
 from eigengraft.slots import dotted
 
 from ..param_groups import check_values
 from ..recipe.loading import load_recipe
-from ..recipe.overrides import differences
+from ..recipe.overrides import differences, first_differences
 from ..recipe.recipe import SCHEMA_VERSION, Recipe
 from ..recipe.routing import ParamInfo, canonical_names
 from ..write import Averaging
@@ -57,7 +57,7 @@ class RecipeChange:
         return "\n".join(
             [
                 f"state_dict was saved with {other}, and its state does not fit; {remedy}. Saved -> this optimizer's:",
-                *first_lines(lines),
+                *first_differences(lines),
                 *faults,
             ]
         )

@@ -256,11 +256,14 @@ def read_yaml(path: str | Path) -> Any:
     """Return the plain data of a YAML 1.2 file.
 
     Raises:
-        RecipeError: the file does not exist, cannot be read, or is malformed. The message has line and column.
+        RecipeError: the file does not exist, cannot be read, is Python code, or is malformed. The message has line and
+            column.
     """
     path = Path(path)
     if not path.is_file():
         raise RecipeError(f"{path}: there is no such file{near_path(path, (path.suffix, *YAML_SUFFIXES))}")
+    if path.suffix == ".py":
+        raise RecipeError(f"{path}: a YAML file is required, got a Python file; name it in `imports` of a YAML file")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from eigengraft.component import Component, families, plain, stage_name
-from eigengraft.errors import RecipeError, did_you_mean
+from eigengraft.errors import RecipeError, counted, did_you_mean, first_lines
 from eigengraft.slots import dotted
 
 Overrides = Mapping[str, Any] | Iterable[str] | None
@@ -225,3 +225,14 @@ def changed_leaves(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
 def differences(old: Any, new: Any) -> list[str]:
     """Return the differences of two declarations, as lines "path: old -> new"."""
     return [f"{path}: {before!s} -> {after!s}" for path, before, after in changed_leaves(old, new)]
+
+
+def first_differences(lines: Sequence[str]) -> list[str]:
+    """Return the lines of `differences` that an error shows. If there are many, leaves that only one of the two
+    declarations has are counted, but not shown, because most of them are fields of parts that other lines name.
+    """
+    both = [line for line in lines if not re.search("(: absent -> | -> absent$)", line)]
+    shown = first_lines(lines)
+    if shown == lines or not both:
+        return shown
+    return [*first_lines(both), f"... and {counted(len(lines) - len(both), 'field')} that only one of them has"]

@@ -393,13 +393,31 @@ class TestRefusals:
         assert "recipe.update.eigenbasis.refresh.steps: 10 -> 7" in lines
         assert "Choose another directory, or remove this one." in lines
 
+    def test_a_run_that_failed_before_its_first_step_leaves_its_directory_to_another(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(type(load_experiment(DIGITS).task), "build", lambda self: 1 / 0)
+        with refused(RuntimeError, "build()"):
+            train(load_experiment(DIGITS), tmp_path)
+        monkeypatch.undo()
+        other = load_experiment(DIGITS, ["task.width=17"])
+        train(other, tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["task"]["width"] == 17
+        assert not (tmp_path / "fault.json").exists()
+
+    def test_the_description_of_a_recipe_may_change(self, tmp_path: Path) -> None:
+        train(load_experiment(DIGITS), tmp_path)
+        before = (tmp_path / "result.json").read_bytes()
+        train(load_experiment(DIGITS, ["recipe.about=in other words"]), tmp_path)
+        assert (tmp_path / "result.json").read_bytes() == before
+
     def test_differences_begin_with_those_of_whole_fields(self, tmp_path: Path) -> None:
         configs = (
             load_experiment({"task": "digits", "recipe": name}).model_dump(mode="json") for name in ("adamw", "soap")
         )
-        with refused(RecipeError, "recipe.name", "recipe.update", "more") as caught:
+        with refused(RecipeError, "recipe.name", "recipe.update", "that only one of them has") as caught:
             RunDirectory(tmp_path).require_config(*configs)
-        assert "recipe.update.momentum" not in str(caught.value)
+        assert "recipe.update.momentum" not in str(caught.value) and "absent" not in str(caught.value)
 
     def test_a_directory_with_other_files(self, tmp_path: Path) -> None:
         (tmp_path / "thesis.tex").touch()

@@ -7,7 +7,7 @@ CALLS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("compose(model, 'soap')", ("'soap'", "compose(recipe, model)")),
     ("compose(Momentum, model)", ("recipe",)),
     ("compose([Momentum], model)", ("update.0",)),
-    ("compose('soap', model, learning_rate=1)", ("learning_rate",)),
+    ("compose('soap', model, learning_rate=1)", ("learning_rate", "'lr'")),
     ("compose('soap', model, betas=(0.9, 0.95))", ("betas",)),
     ("compose('soap', model, lr='x')", ("lr", "x")),
     ("compose('soap', model, weight_decay='x')", ("weight_decay", "x")),
@@ -162,4 +162,6 @@ CALLS: tuple[tuple[str, tuple[object, ...]], ...] = (
         "Optimizer(model.parameters(), 'sgd').add_param_group({'params': conv.named_parameters()})",
         ("[parameter, ...]",),
     ),
+    ("compose('soap', model, chekced=True)", ("chekced", "'checked'")),
+    ("compose('adamw', model, betas=(0.8, 0.9), epsilon=1)", ("betas", "epsilon", "update.rms.beta", "from-torch.md")),
 )
