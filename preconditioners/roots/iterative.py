@@ -131,7 +131,7 @@ class Iterative(RootSolver):
             return Root(a, finite, finite.int(), finite.to(a.dtype), finite)
         found = self._attempt(a, exponent, 1.0)
         for attempt in range(1, self.retries + 1):
-            failed = ~found.ok | (found.residual >= (self.retry_above or self.max_error))
+            failed = ~found.definite | ~(found.residual < (self.retry_above or self.max_error))
             if not has_values(a):
                 break
             if may_wait_for_values(a):

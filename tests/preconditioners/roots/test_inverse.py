@@ -536,6 +536,7 @@ class AttemptForTest(Iterative):
         ({"retries": 2, "retry_above": 0.005}, 3, 1, True),
         ({"retries": 2, "residuals": (0.5, 0.4, 0.3)}, 3, 0, False),
         ({"retries": 1, "retry_above": 0.01, "residuals": (0.05, 0.06)}, 2, 0, True),
+        ({"retries": 2, "retry_above": 0.6}, 1, 0, False),
     ],
 )
 def test_attempts_take_the_failed_only_and_keep_the_better(
