@@ -108,7 +108,7 @@ STORED = (
     "storage.second_moment=float32",
 )
 """Storage of the paper's Table 2: both triangles of a root, and moments in 32 bits."""
-FACTORS = "update.graft.direction.shampoo.statistic.axes.max_skew=null"
+FACTORS = "update.transform.before.graft.direction.shampoo.statistic.axes.max_skew=null"
 """A factor on every axis, however long."""
 VARIANTS: dict[str, tuple[str, ...]] = {
     "shampoo": ("shampoo_4bit", FACTORS, "storage={}"),

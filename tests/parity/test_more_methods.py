@@ -564,6 +564,39 @@ ROLES: dict[str, dict[str, tuple[tuple[int, ...], Updates]]] = {
 }
 
 
+# ------------------------------------------------------------------------------------------------------ 4-bit Shampoo
+def root_of_all(a: Tensor) -> Tensor:
+    """(A + 1e-6 lambda_max I)^(-1/4)"""
+    values, vectors = torch.linalg.eigh(a)
+    return (vectors * (values + 1e-6 * values[-1]) ** -0.25) @ vectors.T
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["shampoo_4bit", "shampoo_cq_ef"])
+def test_both_moments_of_4_bit_shampoo_are_of_the_preconditioned_gradient(name: str, shape: tuple[int, int]) -> None:
+    """Wang et al. 2024, Algorithm 3, with all state in float64 and a root of every step: the first-order optimizer
+    receives G' = U ||G|| / ||U||, U = L^(-1/4) G R^(-1/4), in place of the gradient."""
+    init, gradients = [normal(*shape, seed=5)], random_gradients([shape], STEPS)
+    left, right = (1e-6 * torch.eye(d, dtype=torch.float64) for d in shape)
+    first, second, updates = Mean(0.9, *shape), Mean(0.999, *shape), []
+    for (g,) in gradients:
+        left, right = 0.95 * left + 0.05 * g @ g.T, 0.95 * right + 0.05 * g.T @ g
+        u = root_of_all(left) @ g @ root_of_all(right)
+        u = u * g.norm() / u.norm()
+        first(u)
+        second(u.square())
+        updates.append(first.value() / (second.value().sqrt() + 1e-8))
+    stage = "update.transform.before.graft.direction.shampoo"
+    exact = (
+        f"{stage}.refresh.steps=1",
+        f"{stage}.statistic.interval=1",
+        f"{stage}.solver.deficiency=add",
+        "storage={}",
+    )
+    ours = follow(recipe(name, *exact, lr=LR), init, gradients)
+    assert distance(ours, [moved(init[0], updates, 0.01)], init) <= 1e-9
+
+
 @pytest.mark.parametrize("name", ["scion", "modular_norm"])
 @pytest.mark.parametrize("kernel", [(3,), (3, 3), (1, 5)])
 def test_convolutions_are_sums_over_kernel_positions(name: str, kernel: tuple[int, ...]) -> None:

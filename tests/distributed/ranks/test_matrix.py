@@ -32,8 +32,8 @@ RECIPES = {
     "adamw": [],
     "psgd_kron": [],
     "shampoo_4bit": [
-        *spread(SHAMPOO),
-        f"update.{SHAMPOO}.statistic.interval=2",
+        *spread(f"transform.before.{SHAMPOO}"),
+        f"update.transform.before.{SHAMPOO}.statistic.interval=2",
         *(f"storage.{slot}.min_elements=1" for slot in SMALL),
     ],
     "splus": spread("eigenbasis"),

@@ -193,7 +193,7 @@ def test_memory_is_half_of_that_with_roots() -> None:
     d = 1024
     coded = d * d // 2 + 4 * d * (d // 64)  # two codes a byte, a float32 scale for 64 of them
     shipped = load_recipe("shampoo_4bit_eigen_only").model_dump(mode="json")
-    direction, basis = shipped["update"][0]["direction"][0], {"basis": shipped["storage"]["basis"]}
+    direction, basis = shipped["update"][0]["before"][0]["direction"][0], {"basis": shipped["storage"]["basis"]}
     assert direction["kind"] == "eigenfactors"
     ours, theirs = matrix_bytes(direction, d, basis), matrix_bytes(shampoo(10), d, STORED_ROOTS)
     assert ours == 2 * (coded + 4 * d)  # and the eigenvalues, in float32
@@ -233,7 +233,14 @@ def test_the_recipe_trains(tmp_path: Path) -> None:
     """30 steps on handwritten digits, from the loss of chance to less than half of it (measured: 0.27)."""
     ticks: list[Tick] = []
     task = {"kind": "digits", "width": 64, "batch_size": 64}
-    experiment = {"task": task, "recipe": "shampoo_4bit_eigen_only", "steps": 30, "log_every": 1, "eval_every": 30}
+    experiment = {
+        "task": task,
+        "recipe": "shampoo_4bit_eigen_only",
+        "lr": 0.01,
+        "steps": 30,
+        "log_every": 1,
+        "eval_every": 30,
+    }
     train(load_experiment(experiment), tmp_path, ticks.append)
     losses = [tick.loss for tick in ticks]
     assert len(losses) == 30 and all(math.isfinite(loss) for loss in losses)
