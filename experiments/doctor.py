@@ -15,12 +15,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from string import Formatter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -139,13 +138,14 @@ class Explanation:
     """Text for all findings of one kind.
 
     usual: usual causes.
-    remedy: things to do, in the order in which they are tried. Names in braces stand for texts that depend on the run.
+    remedy: things to do, in the order in which they are tried, or a function that returns them for a run. Such a text
+        names only settings that the run has, and no setting that already has the advised value.
     symptom: True if such a fault may be a symptom of a faulty layer or of the initial weights. Layers and initial
         weights are then checked too, and findings about them come first.
     """
 
     usual: str
-    remedy: str
+    remedy: str | Callable[[Record], str]
     symptom: bool = False
 
 
@@ -168,11 +168,11 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "initialization": Explanation(
         "initial weights are too large for the width of their layer, or are not finite",
-        "scale initial weights by 1 / sqrt(inputs), or start the output layer at 0{init}",
+        lambda run: f"scale initial weights by 1 / sqrt(inputs), or start the output layer at 0{_init(run)}",
     ),
     "learning rate": Explanation(
         "the learning rate is too high for this recipe, or rises too fast",
-        "{lower}{further}",
+        lambda run: _lower(run) + _further(run),
         symptom=True,
     ),
     "inputs": Explanation(
@@ -196,7 +196,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "failed root": Explanation(
         "a statistic is nearly singular or badly scaled, so that its inverse root cannot be computed",
-        "raise `eps` of the root solver{solver}, lower lr, or raise `failure.roots`",
+        lambda run: f"raise `eps` of the root solver{_solver(run)}, lower lr, or raise `failure.roots`",
     ),
     "model": Explanation(
         "an operation of the model has no finite derivative at some input: a root or norm of 0, a log of 0",
@@ -216,27 +216,32 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "exploding layer": Explanation(
         "this layer has a learning rate, an initial size or a gain that is far from that of the other layers",
-        "lower {rate}, add a norm before it, or give it {decay}",
+        lambda run: f"lower {_rate(run)}, add a norm before it, or give it {_decay(run)}",
     ),
     "dead layer": Explanation(
         "its initial weights, or those of the next layer, are 0, the loss does not use it, or units behind it never "
         "fire (ReLU with very negative inputs)",
-        "{revive}",
+        lambda run: _revive(run),
     ),
     "stalled": Explanation(
         "the learning rate is far too low or too high, the run is too short, labels do not belong to inputs, or "
         "gradients are cut off",
-        "{raise}",
+        lambda run: _raise(run),
         symptom=True,
     ),
     "overfitting": Explanation(
         "the model has learned the training rows by heart: it is large, or trains long, for so few rows",
-        "{slow}train for fewer steps, use more data, {decay} or dropout; compare the best evaluation, not the last",
+        lambda run: (
+            f"{_slow(run)}train for fewer steps, use more data, {_decay(run)} or dropout; compare the best evaluation, "
+            "not the last"
+        ),
     ),
     "worse than guessing": Explanation(
         "labels are noise or belong to other inputs, validation rows are unlike training rows, or the model overfits",
-        "{slow}check the labels of some rows by eye, and that training and validation rows are made alike; train for "
-        "fewer steps",
+        lambda run: (
+            f"{_slow(run)}check the labels of some rows by eye, and that training and validation rows are made alike; "
+            "train for fewer steps"
+        ),
     ),
 }
 
@@ -249,24 +254,16 @@ class Finding:
     step: step at which the fault was seen; None: the finding is about the whole run.
     layer: name of the layer, or of its state; "" for none.
     text: a sentence that describes the observation.
-    advice: texts that replace the names in braces in the remedy, by name, as `_advice` returns them.
+    usual: usual causes of findings of this kind.
+    remedy: things to do in this run, in the order in which they are tried.
     """
 
     kind: FindingKind
     step: int | None
     layer: str
     text: str
-    advice: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def usual(self) -> str:
-        """Usual causes of findings of this kind."""
-        return EXPLANATIONS[self.kind].usual
-
-    @property
-    def remedy(self) -> str:
-        """Things to do about findings of this kind."""
-        return EXPLANATIONS[self.kind].remedy.format_map(self.advice)
+    usual: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -298,11 +295,8 @@ class Diagnosis:
         return "\n".join([*lines, *(f"\nnot checked: {note}" for note in self.notes)])
 
     def records(self) -> dict[str, Any]:
-        """Return the fields of this diagnosis, except the directory, as plain data."""
-        fields = ("kind", "step", "layer", "text", "usual", "remedy")
-        rows = [{name: getattr(one, name) for name in fields} for one in self.findings]
-        shown = {"directory": str(self.directory), "findings": rows, "notes": list(self.notes)}
-        return {**shown, "unfinished": self.unfinished}
+        """Return the fields of this diagnosis as plain data."""
+        return {**asdict(self), "directory": str(self.directory), "notes": list(self.notes)}
 
 
 class FirstBatch(NamedTuple):
@@ -621,8 +615,15 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
         found += _generalization(record)
     if not any(one.kind == "failed root" for one in found):
         found += _failed_roots(record)
-    found = [replace(one, advice=_advice(record, one.kind)) for one in found]
-    return Diagnosis(record.run.directory, tuple(found), tuple(notes), record.unfinished)
+    return Diagnosis(
+        record.run.directory, tuple(_explained(record, one) for one in found), tuple(notes), record.unfinished
+    )
+
+
+def _explained(record: Record, found: Finding) -> Finding:
+    """Return a finding with the usual causes of its kind, and with things to do in this run."""
+    own = EXPLANATIONS[found.kind]
+    return replace(found, usual=own.usual, remedy=own.remedy if isinstance(own.remedy, str) else own.remedy(record))
 
 
 def _setting(config: Mapping[str, Any], *path: str) -> Any:
@@ -782,29 +783,6 @@ def _revive(record: Record) -> str:
     )
 
 
-ADVICE: Mapping[str, Callable[[Record], str]] = {
-    "lower": _lower,
-    "slow": _slow,
-    "further": _further,
-    "raise": _raise,
-    "rate": _rate,
-    "init": _init,
-    "decay": _decay,
-    "solver": _solver,
-    "revive": _revive,
-}
-"""For each name in braces in `Explanation.remedy`, the function that returns the text for a run.
-
-The texts name only settings that the run has, and no setting that already has the advised value.
-"""
-
-
-def _advice(record: Record, kind: FindingKind) -> Mapping[str, str]:
-    """Return, for each name in braces in the remedy of findings of a kind, the text that replaces it in this run."""
-    named = [name for _, name, _, _ in Formatter().parse(EXPLANATIONS[kind].remedy) if name]
-    return {name: ADVICE[name](record) for name in named}
-
-
 def _of_fault(record: Record) -> Iterator[Finding]:
     """Yield a finding about the recorded fault of the run, if there is one.
 
@@ -868,8 +846,8 @@ def _of_end(record: Record) -> Iterator[Finding]:
         yield Finding("stalled", None, "", "lr is 0, so that no step changes a weight")
     elif seen := _rise(record) or "; ".join(filter(None, (_burst(record), _grown(record)))):
         yield Finding("learning rate", None, record.fastest, f"{seen}{_step_size(record)}")
-    elif _is_stalled(record):
-        yield _stalled(record)
+    else:
+        yield from _stalled(record)
 
 
 def _burst(record: Record) -> str:
@@ -1031,38 +1009,32 @@ def _layer(parameter: str) -> str:
     return parameter.rpartition(".")[0] or parameter
 
 
-def _is_stalled(record: Record) -> bool:
-    """Return True if neither training loss nor validation loss has fallen in the run.
-
-    Return False if fewer than four losses were logged.
-    """
-    evaluations, first, last = record.numbers("val_loss"), record.first_loss, record.last_loss
-    if first is None or last is None or first <= 0 or len(record.losses) < 4:
-        return False
-    learned = len(evaluations) > 1 and evaluations[-1] < (1 - LEAST_FALL) * min(evaluations[0], first)
-    return not learned and (last >= (1 - LEAST_FALL) * first or _too_small(record) is not None)
-
-
 def _too_small(record: Record) -> float | None:
     """Return the largest logged ratio |update| / |weight| if weights changed by at most 0.1 % in the run, else None."""
     largest = max(record.numbers("update_ratio"), default=math.inf)
     return largest if largest < SMALL_STEP and largest * record.run.rows[-1]["step"] <= 1000 * SMALL_STEP else None
 
 
-def _stalled(record: Record) -> Finding:
-    """Return the finding about a loss that does not fall. Its text says how large the updates were."""
-    text = f"the {record.loss.title} does not fall: {record.first_loss:.4g} at first, "
-    text += f"{record.last_loss:.4g} in the last quarter of the rows (median)"
-    if (small := _too_small(record)) is not None:
-        text += f"; updates had at most {small:.2g} times the norm of the weights, and {_HEALTHY} are healthy"
-        low = small or record.has_gradients
-        return Finding("stalled", None, "", f"{text}{', so that the learning rate is too low' if low else ''}")
-    if large := _step_size(record):
-        return Finding("learning rate", None, record.fastest, text + large)
-    largest = record.largest_step
+def _stalled(record: Record) -> Iterator[Finding]:
+    """Yield a finding if neither training loss nor validation loss has fallen in the run, and four losses or more were
+    logged. Its text says how large the updates were.
+    """
+    evaluations, first, last, small = record.numbers("val_loss"), record.first_loss, record.last_loss, None
+    if first is None or last is None or first <= 0 or len(record.losses) < 4:
+        return
+    learned = len(evaluations) > 1 and evaluations[-1] < (1 - LEAST_FALL) * min(evaluations[0], first)
+    if learned or ((small := _too_small(record)) is None and last < (1 - LEAST_FALL) * first):
+        return
+    text = f"the {record.loss.title} does not fall: {first:.4g} at first, "
+    text += f"{last:.4g} in the last quarter of the rows (median)"
+    if small is None and (large := _step_size(record)):
+        yield Finding("learning rate", None, record.fastest, text + large)
+        return
+    largest = record.largest_step if small is None else small
     if largest is not None:
         text += f"; updates had at most {largest:.2g} times the norm of the weights, and {_HEALTHY} are healthy"
-    return Finding("stalled", None, "", text)
+    low = small is not None and (small or record.has_gradients)
+    yield Finding("stalled", None, "", f"{text}{', so that the learning rate is too low' if low else ''}")
 
 
 def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Finding]:
@@ -1180,7 +1152,8 @@ def _generalization(record: Record) -> Iterator[Finding]:
     if rise is not None:
         before = next((row["loss"] for row in reversed(rows) if row["step"] <= rise.step), first)
         text = f"the validation loss rose from {rise.best:.4g} (step {rise.step}) to {reached:.4g} at the end"
-    guess = _guess(record) if reached > math.log(2) else math.inf
+    start = record.start if reached > math.log(2) and not record.imported else None
+    guess = start.guess if isinstance(start, FirstBatch) else math.inf
     if guess < reached and guess <= min(evaluations):
         text += f", above the {guess:.4g} of a uniform guess among the classes, while the training loss fell from"
         yield Finding("worse than guessing", None, "", f"{text} {first:.4g} to {last:.4g}")
@@ -1188,11 +1161,6 @@ def _generalization(record: Record) -> Iterator[Finding]:
         text += f", above the {guess:.4g} of a uniform guess among the classes" if guess < reached else ""
         text += f", while the training loss fell from {before:.4g} to {last:.4g}"
         yield Finding("overfitting", rise.step, "", text)
-
-
-def _guess(record: Record) -> float:
-    """Return the validation loss of a uniform guess; infinity if the classes of the task are not known."""
-    return record.start.guess if not record.imported and isinstance(record.start, FirstBatch) else math.inf
 
 
 def _failed_roots(record: Record) -> Iterator[Finding]:
