@@ -97,18 +97,25 @@ def summarize(values: Sequence[float]) -> Summary | None:
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Paired | None:
     """Compare two results, given as seed -> value, over their common seeds. Return None if they share no seed."""
-    from scipy import stats
-
     differences = [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
     summary = summarize(differences)
     if summary is None:
         return None
     if not summary.spread:
         return Paired(summary.n, summary.mean, None, None)
-    test = stats.ttest_1samp(differences, 0.0)
-    low, high = test.confidence_interval(0.95)
     drawn = bootstrap_interval(differences) if summary.n >= BOOTSTRAP_PAIRS else None
-    return Paired(summary.n, summary.mean, float(test.statistic), float(test.pvalue), float(high - low) / 2, drawn)
+    return Paired(summary.n, summary.mean, *mean_test(differences), drawn)
+
+
+def mean_test(values: Sequence[float], at: float = 0.0) -> tuple[float, float, float]:
+    """Test whether the true mean of the values is `at` (two-sided t-test). Return t, p, and half of the width of the
+    95 % interval of the mean. The values must not all be equal.
+    """
+    from scipy import stats
+
+    test = stats.ttest_1samp(values, at)
+    low, high = test.confidence_interval(0.95)
+    return float(test.statistic), float(test.pvalue), float(high - low) / 2
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:

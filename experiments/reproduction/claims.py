@@ -23,7 +23,7 @@ from eigengraft.optimizers.recipe.loading import read_yaml
 
 from ..files import make_directory, read_json, write_text
 from ..reports.records import METRICS, RESULT_NUMBERS, Run, learning_rate, read_records
-from ..reports.seed_statistics import holm, reaches, summarize
+from ..reports.seed_statistics import holm, mean_test, reaches, summarize
 from ..studies.plan import cells
 from ..studies.study import Labels, Study, Where, as_label, inside, load_study, require_known
 
@@ -374,9 +374,8 @@ def interval_test(
 ) -> tuple[float, float | None, float | None, Verdict]:
     """Return the mean, half the width of its 95 % interval, p, and the verdict about the required interval [low, high].
 
-    t is the distance of the mean from the nearest end of the required interval, in standard errors, and p = 2 P(T > t)
-    with n - 1 degrees of freedom. If a run diverged, the verdict is undecided unless the values of all seeds are
-    outside the interval.
+    p is that of a two-sided t-test whether the true mean is the nearest end of the required interval. If a run
+    diverged, the verdict is undecided unless the values of all seeds are outside the interval.
 
     exact: True if the values are not random. No test is made then, and p is None. This is also the case if there are
         several values and all are equal.
@@ -392,12 +391,8 @@ def interval_test(
         return summary.mean, 0.0, None, within
     if summary.spread is None:
         return summary.mean, None, None, "undecided"
-    from scipy import special
-
-    error, freedom = summary.spread / math.sqrt(summary.n), summary.n - 1
-    t = min(abs(summary.mean - end) for end in (low, high)) / error
-    half = error * float(special.stdtrit(freedom, 0.975))
-    return summary.mean, half, 2 * float(special.stdtr(freedom, -t)), within
+    _, p, half = mean_test(values, min((low, high), key=lambda end: abs(summary.mean - end)))
+    return summary.mean, half, p, within
 
 
 def _by_seed(claim: PaperClaim, pair: CellPair, results: StudyResults) -> dict[int, float]:
