@@ -284,18 +284,12 @@ def ratios(found: Scores, costs: Mapping[str, float] | None = None) -> dict[str,
 
     costs: cost of one step, by entry, by which steps are multiplied first. None: all steps cost the same.
     """
-    spent = {
-        name: {task: one.steps * (1.0 if costs is None else costs[name]) for task, one in own.items()}
-        for name, own in found.items()
-    }
-    fewest: dict[str, float] = {}
-    for own in spent.values():
-        for task, value in own.items():
-            fewest[task] = min(value, fewest.get(task, math.inf))
-    return {
-        name: {task: value / fewest[task] if value < math.inf else math.inf for task, value in own.items()}
-        for name, own in spent.items()
-    }
+    from pandas import DataFrame
+
+    spent = DataFrame({name: {task: one.steps for task, one in own.items()} for name, own in found.items()})
+    spent *= [1.0 if costs is None else costs[name] for name in found]
+    divided: dict[str, dict[str, float]] = spent.div(spent.min(axis=1), axis=0).fillna(math.inf).to_dict()
+    return divided
 
 
 def profile(own: Mapping[str, float], at: Sequence[float]) -> list[float]:
