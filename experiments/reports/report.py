@@ -329,7 +329,7 @@ class Report:
                 yield panel, same, (), (), None, None
             else:
                 drawings = _drawn(self._of_panel(panel), f"panel-{index}", panel.title)
-                texts = sentences(panel, records), worst_layers(panel), panel_table(panel, records)
+                texts = sentences(panel), worst_layers(panel), panel_table(panel, records)
                 yield panel, None, drawings, *texts
 
     def _of_grids(self) -> tuple[list[Drawing], list[Drawing]]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _NONE, _MINUS = "\u2013", "\u2212"
 
 
-def sentences(panel: ComparisonPanel, records: Records) -> Iterator[str]:
+def sentences(panel: ComparisonPanel) -> Iterator[str]:
     """Yield sentences about a panel: the best row, the baseline, their difference, and the steps to reach the
     baseline's value.
     """

@@ -209,9 +209,7 @@ def test_a_value_reached_by_the_first_evaluation_is_a_bound(tmp_path):
     (panel,) = compare(records)
     adamw, soap = panel.rows
     assert (adamw.at_first_evaluation("steps"), soap.at_first_evaluation("steps")) == (set(), {0, 1})
-    assert "soap reaches adamw's final value by its first evaluation, step 15 or earlier." in list(
-        sentences(panel, records)
-    )
+    assert "soap reaches adamw's final value by its first evaluation, step 15 or earlier." in list(sentences(panel))
     assert format_reached(soap, "steps") == ("\u2264 15", "") and format_reached(adamw, "steps") == ("20", "")
     write_run(tmp_path / "method=soap" / "seed-2", SOAP, [4.0, 2.0], seed=2)
     write_run(tmp_path / "method=adamw" / "seed-2", ADAM, [4.0, 3.0], seed=2)
@@ -223,7 +221,7 @@ def test_a_value_reached_by_the_first_evaluation_is_a_bound(tmp_path):
     (tmp_path / "study.json").write_text(json.dumps(manifest))
     records = read_records(tmp_path)
     (panel,) = compare(records)  # 10, 20 and 15
-    assert "soap reaches adamw's final value after at most 15 of 20 steps." in list(sentences(panel, records))
+    assert "soap reaches adamw's final value after at most 15 of 20 steps." in list(sentences(panel))
     text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
     assert "In 6 of 6 complete runs there are fewer than 5 evaluations" in text and "set eval_every to" in text
     assert "\u2264 15" in text
