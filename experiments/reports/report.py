@@ -32,7 +32,7 @@ from .comparison import ComparisonPanel, all_panels, at_their_best, compare, swe
 from .figures import INK, LIGHT, POWERS, Curve, LogAxes, Look, draw_line, log_ticks, stroke, style_axes
 from .recipe_diff import diff_recipes
 from .records import ABSCISSAS, METRICS, TRAINING_LOSS, Abscissa, Metric, Records, Run, read_records
-from .seed_statistics import BOOTSTRAP_PAIRS, Paired
+from .seed_statistics import BOOTSTRAP_PAIRS, Paired, significant_t
 from .tables import (
     TableCell,
     TextTable,
@@ -311,7 +311,8 @@ class Report:
                 tuned=tuned_table(records.tuned),
                 recipe_diff=diff_recipes({panel.title: panel.configs for panel in compare(records)}),
                 environments=_environments(records.runs),
-                critical=_critical(records),
+                seeds=len({run.seed for run in records.runs}),
+                significant_t=significant_t,
                 bootstrap_pairs=BOOTSTRAP_PAIRS,
                 palette=list(zip(figures.LIGHT, figures.DARK, strict=True)),
             )
@@ -403,11 +404,8 @@ Drawing = tuple[str, str, Figure]
 def _drawn(drawings: Sequence[Drawing], prefix: str, title: str = "") -> list[tuple[str, Markup]]:
     """Return (caption, SVG) of each figure, for a page. `title`: text that follows every caption."""
     return [  # matplotlib has escaped the labels
-        (
-            f"{caption}: {title}" if title else caption,
-            Markup(figures.inline_svg(figure, f"{prefix}-{re.sub(r'[^a-z]+', '-', name) if title else index}")),
-        )
-        for index, (name, caption, figure) in enumerate(drawings)
+        (f"{caption}: {title}" if title else caption, Markup(figures.inline_svg(figure, f"{prefix}-{index}")))
+        for index, (_, caption, figure) in enumerate(drawings)
     ]
 
 
@@ -435,15 +433,6 @@ def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from _leaves(value, f"{path} {key}".strip())
     else:
         yield path, " ".join(map(str, data)) if isinstance(data, list) else str(data)
-
-
-def _critical(records: Records) -> Paired | None:
-    """Return a comparison without rows, with the study's number of seeds; None for a single seed.
-
-    The page shows the attribute `needed` of the comparison, the smallest |t| that is significant with so many seeds.
-    """
-    seeds = len({run.seed for run in records.runs})
-    return Paired(seeds, 0.0, None, None) if seeds > 1 else None
 
 
 def axis_name(path: str) -> str:

@@ -51,13 +51,6 @@ class Paired:
     half: float | None = None
     bootstrap: tuple[float, float] | None = None
 
-    @property
-    def needed(self) -> float | None:
-        """Smallest |t| that is significant at 5 percent with this many pairs: 12.7 for 2, 4.30 for 3. None for one."""
-        from scipy import stats
-
-        return float(stats.t.ppf(0.975, self.n - 1)) if self.n > 1 else None
-
 
 class Target(Component):
     """A target value of a metric, reached at the first step with (value - mean) sqrt(n) >= z sigma, for the mean of n
@@ -116,6 +109,13 @@ def mean_test(values: Sequence[float], at: float = 0.0) -> tuple[float, float, f
     test = stats.ttest_1samp(values, at)
     low, high = test.confidence_interval(0.95)
     return float(test.statistic), float(test.pvalue), float(high - low) / 2
+
+
+def significant_t(n: int) -> float:
+    """Return the smallest |t| that is significant at 5 percent with n pairs, two or more: 12.7 for 2, 4.30 for 3."""
+    from scipy import stats
+
+    return float(stats.t.ppf(0.975, n - 1))
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -208,7 +208,8 @@ def tuned_table(tuned: Sequence[TunedCell]) -> TextTable | None:
         for trial in one.tried:
             stopped = "" if trial.stopped is None else f" at step {trial.stopped}, where it was stopped"
             best = " *" if trial.values == one.values else ""
-            tried.append(f"{_joined(trial.values)}: {format_metric(trial.mean)}{stopped}{best}")
+            mean = "diverged" if trial.mean is None else f"{trial.mean:.5g}"
+            tried.append(f"{_joined(trial.values)}: {mean}{stopped}{best}")
         rows.append([TableCell(one.cell), TableCell(_joined(one.values)), TableCell("; ".join(tried))])
     return TextTable("", "", [f"{', '.join(tuned[0].values)} of", "best", "tried"], rows) if tuned else None
 
@@ -280,11 +281,6 @@ def signed(value: float, form: str) -> str:
 def format_number(value: float | None, form: str = ".1f") -> str:
     """Return the number in the format of its column, a dash for None."""
     return _NONE if value is None else format(value, form)
-
-
-def format_metric(value: float | None) -> str:
-    """Return the number with five significant digits, "diverged" for None."""
-    return "diverged" if value is None else f"{value:.5g}"
 
 
 def format_ratio(value: float | None, base: float | None) -> str:

@@ -5,7 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from eigengraft.experiments.reports.seed_statistics import bootstrap_interval, holm, paired, reaches, summarize
+from eigengraft.experiments.reports.seed_statistics import (
+    bootstrap_interval,
+    holm,
+    paired,
+    reaches,
+    significant_t,
+    summarize,
+)
 
 
 def test_mean_and_sample_standard_deviation():
@@ -33,7 +40,7 @@ def test_paired_two_seeds():
     assert result is not None and (result.n, result.mean) == (2, -2.0)
     assert result.t == pytest.approx(-2.0)
     assert result.p == pytest.approx(1 - 2 / math.pi * math.atan(2.0), rel=1e-12)
-    assert result.needed == pytest.approx(math.tan(0.95 * math.pi / 2), rel=1e-9)
+    assert significant_t(2) == pytest.approx(math.tan(0.95 * math.pi / 2), rel=1e-9)
 
 
 def test_paired_three_seeds():
