@@ -16,7 +16,7 @@ from eigengraft.optimizers.recipe.overrides import flatten, refuse_empty
 
 from .files import make_directory, write_text
 from .studies.plan import plan_runs
-from .studies.study import Changes, Study, load_study, split_axes
+from .studies.study import Changes, Study, changed_paths, load_study, split_axes
 from .studies.tuning import TPE, Range, Sampled
 from .training.callbacks import WandB
 from .training.experiment import load_experiment
@@ -95,7 +95,7 @@ def _axis_values(axis: str, choices: Mapping[str, Changes], study: Study) -> tup
 
     Raises RecipeError if the axis sets several paths.
     """
-    paths = sorted({path for changes in choices.values() for path in changes})
+    paths = sorted(changed_paths(choices))
     if len(paths) != 1:
         raise RecipeError(
             f"axes.{axis}: an axis must set exactly one path in a sweep of W&B, got {', '.join(paths) or 'none'}; "
