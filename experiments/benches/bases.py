@@ -130,7 +130,7 @@ class BasisBench(MatrixBench):
                 path.append(a / (1 - self.beta**step))
         return path
 
-    def measure(self, candidate: BasisSolver, fields: Mapping[str, Any], given: list[Tensor]) -> Iterator[Row]:
+    def measure(self, candidate: BasisSolver, given: list[Tensor]) -> Iterator[Row]:
         n, d, ok = len(given[0]), given[0].shape[-1], 1.0
         q = torch.eye(d, candidate.columns(d), dtype=given[0].dtype, device=given[0].device).repeat(n, 1, 1)
         for k, a in enumerate(given, start=1):

@@ -196,13 +196,13 @@ class Bench(Component, ABC, family="bench"):
         """Return the name of a candidate in tables and figures."""
         return label(candidate)
 
-    def measure(self, candidate: Any, fields: Mapping[str, Any], given: Any) -> Iterable[Row]:
+    def measure(self, candidate: Any, given: Any) -> Iterable[Row]:
         """Measure one candidate on one problem. Only a bench with its own `cells_of` does not need this method.
 
-        fields: the fields of the problem.
         given: the object that `Problem.make` returned.
 
-        Yield the measured columns of each row. A column replaces the field of the problem with the same name.
+        Yield the measured columns of each row. A column replaces the field of the problem with the same name. If the
+        candidate cannot be measured on this problem, yield the reason as the column `problem`.
         """
         raise NotImplementedError
 
@@ -217,10 +217,6 @@ class Bench(Component, ABC, family="bench"):
     @abstractmethod
     def recommendations(self) -> Sequence[Recommendation]:
         """Return the rules by which candidates are recommended for this device."""
-
-    def refusal(self, candidate: Any, fields: Mapping[str, Any]) -> str | None:
-        """Return why a candidate cannot be measured on a problem, or None if it can."""
-        return None
 
     def reference(self, given: Any) -> Iterable[Row]:
         """Return rows of the results that belong to a problem and to no candidate, such as the best possible value.
@@ -295,13 +291,10 @@ class Bench(Component, ABC, family="bench"):
 
         given: the object that `Problem.make` returned.
         """
-        reason = self.refusal(candidate, fields)
-        if reason is None:
-            try:
-                return [self.row(candidate, fields, **row) for row in self.measure(candidate, fields, given)]
-            except Exception as error:  # a candidate may be any code of a user's
-                reason = first_line(error)
-        return [self.row(candidate, fields, problem=reason)]
+        try:
+            return [self.row(candidate, fields, **row) for row in self.measure(candidate, given)]
+        except Exception as error:  # a candidate may be any code of a user's
+            return [self.row(candidate, fields, problem=first_line(error))]
 
     @final
     def row(self, candidate: Any, fields: Mapping[str, Any], /, **measured: Any) -> Row:

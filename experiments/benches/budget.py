@@ -105,10 +105,10 @@ class BudgetBench(DampedBench):
     def label(self, candidate: RootSolver) -> str:
         return label_of(candidate, ridgeless)
 
-    def refusal(self, candidate: RootSolver, fields: Mapping[str, Any]) -> str | None:
-        return candidate.check(self.exponent)
-
-    def measure(self, candidate: RootSolver, fields: Mapping[str, Any], given: LayerFactors) -> Iterator[Row]:
+    def measure(self, candidate: RootSolver, given: LayerFactors) -> Iterator[Row]:
+        if reason := candidate.check(self.exponent):
+            yield {"problem": reason}
+            return
         for place, interval in enumerate(self.intervals, start=1):
             if interval > 1 and len(given.histories[0]) == 1:
                 problem = "earlier factors are unknown; record a run"

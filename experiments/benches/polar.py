@@ -100,7 +100,7 @@ class PolarBench(OwnMatrices):
     def label(self, candidate: PolarSolver) -> str:
         return label(candidate, always=("coefficients",))
 
-    def measure(self, candidate: PolarSolver, fields: Mapping[str, Any], given: tuple[Tensor, Tensor]) -> Iterator[Row]:
+    def measure(self, candidate: PolarSolver, given: tuple[Tensor, Tensor]) -> Iterator[Row]:
         g, exact = given
         x = candidate.polar(g).double()
         values = torch.linalg.svdvals(x)

@@ -182,15 +182,12 @@ class QuantizerBench(DampedBench):
     def label(self, candidate: Quantizer) -> str:
         return quantizer_label(candidate)
 
-    def refusal(self, candidate: Quantizer, fields: Mapping[str, Any]) -> str | None:
-        size = fields["size"]
-        if role_of(candidate, size, self.roles):
-            return None
-        return "; ".join(str(candidate.unsupported(Slot((size, size), role=role))) for role in self.roles)
-
-    def measure(self, candidate: Quantizer, fields: Mapping[str, Any], given: StorageProblem) -> Iterator[Row]:
-        role = role_of(candidate, fields["size"], self.roles)
-        assert role is not None
+    def measure(self, candidate: Quantizer, given: StorageProblem) -> Iterator[Row]:
+        shape = tuple(given.a.shape[1:])
+        role = role_of(candidate, shape[0], self.roles)
+        if role is None:
+            yield {"problem": "; ".join(str(candidate.unsupported(Slot(shape, role=own))) for own in self.roles)}
+            return
         stored = StoredStack(candidate, given.to_store(role), role, self.seed).encoded(self.writings)
         key = (candidate, *stored.x.shape, given.dtype)
         if key not in given.times:

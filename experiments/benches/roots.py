@@ -76,43 +76,43 @@ class RootBench(DampedBench):
         return [
             Problem(
                 {"spectrum": source.name, "size": source.size, "dtype": dtype, "exponent": str(e)},
-                partial(self._matrices, source, dtype),
+                partial(self._matrices, source, dtype, e),
             )
             for dtype in self.dtypes
             for source in self.sources()
             for e in self.exponents
         ]
 
-    def _matrices(self, source: MatrixSource, dtype: str) -> Tensor | None:
+    def _matrices(self, source: MatrixSource, dtype: str, exponent: Fraction) -> tuple[Tensor, Fraction] | None:
         a = source.stack()
-        return None if a is None else self.damped(a).to(self.target_device(), DTYPES[dtype])
+        return None if a is None else (self.damped(a).to(self.target_device(), DTYPES[dtype]), exponent)
 
     def label(self, candidate: RootSolver) -> str:
         return label(candidate, ridgeless)
 
-    def refusal(self, candidate: RootSolver, fields: Mapping[str, Any]) -> str | None:
-        return candidate.check(Fraction(fields["exponent"]))
-
-    def measure(self, candidate: RootSolver, fields: Mapping[str, Any], given: Tensor) -> Iterator[Row]:
-        exponent = Fraction(fields["exponent"])
-        found = candidate.root(given, exponent)
+    def measure(self, candidate: RootSolver, given: tuple[Tensor, Fraction]) -> Iterator[Row]:
+        stack, exponent = given
+        if reason := candidate.check(exponent):
+            yield {"problem": reason}
+            return
+        found = candidate.root(stack, exponent)
         ok = found.ok & found.value.isfinite().all(-1).all(-1)
-        x, a = found.value[ok].double(), given[ok].double()
-        reference, eigenvalues = inverse_power(a, float(exponent)), torch.linalg.eigvalsh(given.double())
+        x, a = found.value[ok].double(), stack[ok].double()
+        reference, eigenvalues = inverse_power(a, float(exponent)), torch.linalg.eigvalsh(stack.double())
         powers = torch.linalg.matrix_power(x, exponent.denominator) @ torch.linalg.matrix_power(a, exponent.numerator)
-        rest = powers - torch.eye(given.shape[-1], dtype=x.dtype, device=x.device)
+        rest = powers - torch.eye(stack.shape[-1], dtype=x.dtype, device=x.device)
         definite = torch.linalg.eigvalsh((x + x.mT) / 2)[:, :1].amin(-1) > 0
-        time = self.milliseconds(lambda: candidate.root(given, exponent))
+        time = self.milliseconds(lambda: candidate.root(stack, exponent))
         yield {
             "condition": worst_of(eigenvalues[:, -1] / eigenvalues[:, 0]),
             "error": worst_of(relative_error(x, reference)),
             "angle": worst_of(angle(x, reference)),
-            "residual": worst_of(torch.linalg.matrix_norm(rest)) / given.shape[-1] ** 0.5,
+            "residual": worst_of(torch.linalg.matrix_norm(rest)) / stack.shape[-1] ** 0.5,
             "reported": worst_of(found.residual[ok].double()),
             "ok": float(ok.double().mean()),
-            "definite": float(definite.double().sum() / len(given)),
+            "definite": float(definite.double().sum() / len(stack)),
             "iterations": int(found.iterations.max()),
-            "milliseconds": time / len(given),
+            "milliseconds": time / len(stack),
         }
 
     def table(self) -> Table:

@@ -197,10 +197,10 @@ class StatisticBench(OwnMatrices):
     def label(self, candidate: Statistic) -> str:
         return label(candidate, slow, always=("q",))
 
-    def refusal(self, candidate: Statistic, fields: Mapping[str, Any]) -> str | None:
-        return "it is a statistic of inputs, which are not recorded" if candidate.of_inputs else None
-
-    def measure(self, candidate: Statistic, fields: Mapping[str, Any], given: LayerGradients) -> Iterator[Row]:
+    def measure(self, candidate: Statistic, given: LayerGradients) -> Iterator[Row]:
+        if candidate.of_inputs:
+            yield {"problem": "it is a statistic of inputs, which are not recorded"}
+            return
         solver = Eigh(eps=1e-6, relative=True, deficiency="add")
         cadence = Every(steps=self.every, start=self.start, stagger="none")
         stage = Shampoo(statistic=candidate, exponent=Fraction(1, 2), solver=solver, refresh=cadence)
