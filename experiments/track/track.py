@@ -3,7 +3,6 @@ data, its tables of entries and of runs, and the scores of entries."""
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,6 @@ from ..reports.seed_statistics import Target
 from ..reproduction.claims import ResultRow, collect_results
 from ..studies.study import Study, load_study
 
-LAPTOP = Path(__file__).with_name("laptop.yaml")
 ENTRIES_FILE, RESULTS_FILE = "entries.yaml", "results.csv"
 """Names of the files in the folder of a track: one has the entries, the other a row for each run."""
 MADE = ("track", "date", "cpu", "device", "threads", "python", "torch", "eigengraft")
@@ -59,9 +57,9 @@ class Track(Component):
     z: float = Field(gt=0, description="number of standard errors by which a mean must be below the target")
 
 
-def load_track(path: Path = LAPTOP) -> Track:
-    """Return the track in a file. Raises RecipeError."""
-    return validated(Track, read_yaml(path))
+def load_track() -> Track:
+    """Return the laptop track, whose rules are in the file laptop.yaml."""
+    return validated(Track, read_yaml(Path(__file__).with_name("laptop.yaml")))
 
 
 @dataclass(frozen=True)
@@ -145,11 +143,10 @@ def keep_entry(track: Track, entry: TrackEntry, directory: Path, folder: Path) -
 
 def results_text(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return the table of runs as CSV. Numbers that a run does not have are empty."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, RUN_COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+    from pandas import DataFrame
+
+    text: str = DataFrame(rows, columns=list(RUN_COLUMNS), dtype=object).to_csv(index=False, lineterminator="\n")
+    return text
 
 
 def table_text(entries: Iterable[TrackEntry]) -> str:
@@ -210,11 +207,12 @@ def read_entries(track: Track, folder: Path) -> Mapping[str, EntryRuns]:
 
 
 def _rows(folder: Path) -> list[dict[str, str]]:
+    from pandas import DataFrame, read_csv
+
     path = folder / RESULTS_FILE
-    if not path.is_file():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    table = read_csv(path, dtype=str, keep_default_na=False) if path.is_file() else DataFrame()
+    rows: list[dict[str, str]] = table.to_dict("records")
+    return rows
 
 
 def _run(row: Mapping[str, str]) -> ResultRow:
