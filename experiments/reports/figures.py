@@ -71,16 +71,8 @@ LogAxes = Literal["auto", "none", "x", "y", "xy"]
 """Choice of logarithmic axes for curves over a run. `auto`: the vertical axis, if values span a wide range."""
 
 
-@dataclass(frozen=True)
-class Look:
-    """How figures are drawn.
-
-    width: width in inches. Papers have columns of 3.25 to 3.5 and pages of 5.5 to 6.75 inches.
-    log: logarithmic axes of the curves over a run.
-    """
-
-    width: float = 4.8
-    log: LogAxes = "auto"
+WIDTH = 4.8
+"""Default width of figures in inches. Papers have columns of 3.25 to 3.5 and pages of 5.5 to 6.75 inches."""
 
 
 @dataclass(frozen=True)
@@ -127,20 +119,20 @@ def draw_curves(
     y_label: str,
     *,
     level: Level | None = None,
-    swept: bool = False,
-    look: Look | None = None,
+    log: LogAxes | None = "auto",
+    width: float = WIDTH,
 ) -> Figure:
     """Draw curves in one figure. The vertical axis is logarithmic if all values are positive and span a wide range.
 
     level: horizontal line to draw; None: no line.
-    swept: True for final values over a quantity, on a logarithmic axis; False for metrics over the course of a run.
-    look: width, and logarithmic axes of metrics over the course of a run; None: the default look.
+    log: logarithmic axes of metrics over the course of a run. None: the curves are final values over a quantity, such
+        as a learning rate, whose axis is logarithmic.
+    width: width in inches.
     """
-    look = look or Look()
     entries = [text for curve in curves for text in (curve.label if curve.x else "", curve.lost_label) if text]
     entries += [] if level is None else [level.label]
-    columns = 2 if 2 * (_HANDLE + _CHARACTER * max(map(len, entries), default=0)) <= look.width else 1
-    figure = Figure(figsize=(look.width, 3.1 + 0.2 * -(-len(entries) // columns)), layout="constrained")
+    columns = 2 if 2 * (_HANDLE + _CHARACTER * max(map(len, entries), default=0)) <= width else 1
+    figure = Figure(figsize=(width, 3.1 + 0.2 * -(-len(entries) // columns)), layout="constrained")
     axes = figure.add_subplot()
     for curve in curves:
         draw_line(axes, curve)
@@ -149,15 +141,14 @@ def draw_curves(
         axes.axhline(level.value, color=color, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, label=level.label)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    log = "auto" if swept else look.log
-    _vertical(axes, curves, falling=not swept, logarithmic=None if log == "auto" else "y" in log)
-    if swept or "x" in log:
+    _vertical(axes, curves, falling=log is not None, logarithmic=None if log is None or log == "auto" else "y" in log)
+    if log is None or "x" in log:
         axes.set_xscale("log")
         ends = axes.get_xlim()
         log_ticks(axes.xaxis, _FEWER_TICKS if ends[1] < 2e3 * ends[0] else POWERS)
     tried = {x for curve in curves for x in (*curve.x, *(run.end for run in curve.lost)) if x > 0}
-    if swept and tried:
-        ticks = _apart(sorted(tried), look.width)
+    if log is None and tried:
+        ticks = _apart(sorted(tried), width)
         axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: ticks.get(x, "")))
     style_axes(axes)

@@ -29,7 +29,7 @@ from eigengraft.errors import ArgumentError
 from ..files import make_directory, short_name, write_text
 from . import figures
 from .comparison import ComparisonPanel, all_panels, at_their_best, compare, sweeps, swept, tuning_curves, twin
-from .figures import INK, LIGHT, POWERS, Curve, LogAxes, Look, draw_line, log_ticks, stroke, style_axes
+from .figures import INK, LIGHT, POWERS, WIDTH, Curve, LogAxes, draw_line, log_ticks, stroke, style_axes
 from .recipe_diff import diff_recipes
 from .records import ABSCISSAS, METRICS, TRAINING_LOSS, Abscissa, Metric, Records, Run, read_records
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired, significant_t
@@ -50,7 +50,7 @@ from .tables import (
 )
 
 
-def difference_dots(panel: ComparisonPanel, width: float = Look.width) -> Figure | None:
+def difference_dots(panel: ComparisonPanel, width: float = WIDTH) -> Figure | None:
     """Draw a dot for each row at its mean paired difference from the baseline, with the 95 % interval of the t test.
 
     Rows have the order of the panel's table, from top to bottom. Rows without an interval, because they diverged or
@@ -102,7 +102,7 @@ OF_CHAINS = ("update_rms", "cosine")
 """Measures that all stages have. The figure shows only their values for whole chains of stages."""
 
 
-def internals(panel: ComparisonPanel, width: float = Look.width) -> Figure | None:
+def internals(panel: ComparisonPanel, width: float = WIDTH) -> Figure | None:
     """Draw a small diagram for each measure that a run of the panel has recorded. Return None if there are no measures.
 
     A line is the median over parameters, stages and seeds. Its band reaches from quartile to quartile.
@@ -214,7 +214,7 @@ class Report:
     only: Sequence[str] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
     x: Sequence[Abscissa] = _DEFAULT
-    width: float = Look.width
+    width: float = WIDTH
     log: LogAxes = "auto"
 
     def __post_init__(self) -> None:
@@ -341,14 +341,14 @@ class Report:
         (see `tuning_curves`).
         """
         records, along = self.records, swept(self.records)
-        metric, look = records.metric.title, Look(self.width)
+        metric = records.metric.title
         final, tuning = list[Drawing](), list[Drawing]()
         for title, curves in sweeps(along).items():
-            drawn = figures.draw_curves(curves, axis_name(along.compare), f"final {metric}", swept=True, look=look)
+            drawn = figures.draw_curves(curves, axis_name(along.compare), f"final {metric}", log=None, width=self.width)
             name = _file(records, title, f"final {metric} against {along.compare}")
             final.append((name, f"Final {metric} against {axis_name(along.compare)}: {title}", drawn))
         for (path, title), curves in tuning_curves(records).items():
-            drawn = figures.draw_curves(curves, axis_name(path), f"mean {metric}", swept=True, look=look)
+            drawn = figures.draw_curves(curves, axis_name(path), f"mean {metric}", log=None, width=self.width)
             what = f"tuning, mean {metric} against {axis_name(path)}"
             tuning.append((_file(records, title, what), f"{what.capitalize()}: {title}", drawn))
         return final, tuning
@@ -382,8 +382,8 @@ class Report:
         base, level, compared = panel.baseline, None, metric is panel.metric
         if compared and base is not None and base.final is not None and math.isfinite(base.final.mean):
             level = figures.Level(base.final.mean, f"{base.title}, final", base.style)
-        look = Look(self.width, self.log)
-        return figures.draw_curves(curves, ABSCISSAS[along], metric.title, level=level, look=look)
+        options: dict[str, Any] = {"level": level, "log": self.log, "width": self.width}
+        return figures.draw_curves(curves, ABSCISSAS[along], metric.title, **options)
 
 
 def templates() -> Environment:

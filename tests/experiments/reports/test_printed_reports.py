@@ -298,8 +298,8 @@ def test_no_legend_covers_a_curve():
         Curve(f"method number {i}", i, [0, 1], [i, 1], [i, 1], [i, 1], (LostRun((), (), 0.5),), f"m {i}")
         for i in range(7)
     ]
-    for is_swept in (False, True):
-        figure = draw_curves(some, "x", "y", level=Level(1.0, "level", 0), swept=is_swept)
+    for log in ("auto", None):
+        figure = draw_curves(some, "x", "y", level=Level(1.0, "level", 0), log=log)
         FigureCanvasAgg(figure).draw()
         (axes,), (legend,) = figure.axes, figure.legends
         assert axes.get_legend() is None
@@ -311,7 +311,7 @@ def test_no_legend_covers_a_curve():
 @pytest.mark.parametrize("width", [3.25, 4.8])
 def test_ticks_of_losses_over_many_decades_are_few_and_apart(decades, first, width):
     y = [1.5 * 10 ** (-decades * k / 9) for k in range(10)]
-    figure = draw_curves([Curve("a", 0, range(1, 11), y, y, y)], "x", "y", look=figures.Look(width, "xy"))
+    figure = draw_curves([Curve("a", 0, range(1, 11), y, y, y)], "x", "y", log="xy", width=width)
     FigureCanvasAgg(figure).draw()
     for axis in (figure.axes[0].yaxis, figure.axes[0].xaxis):
         low, high = axis.get_view_interval()
@@ -334,7 +334,7 @@ def test_tried_values_have_ticks_wherever_their_texts_fit(width):
         some = Curve(
             "a", 0, tried[:-1], tried[:-1], tried[:-1], tried[:-1], (LostRun((), (), tried[-1]),), "a: diverged"
         )
-        figure = draw_curves([some], "learning rate", "y", swept=True, look=figures.Look(width))
+        figure = draw_curves([some], "learning rate", "y", log=None, width=width)
         FigureCanvasAgg(figure).draw()
         labels = [tick.label1 for tick in figure.axes[0].xaxis.get_major_ticks()]
         assert shown is None or [label.get_text() for label in labels] == shown
