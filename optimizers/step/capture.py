@@ -39,6 +39,7 @@ from ..recipe.recipe import Recipe
 from ..stacks.stack import StackState, connected
 from ..write.write import Rates, StepRates, WriteNumbers
 from .exchange import PROVIDERS, Step, StepNumbers
+from .fused import Execution, Fused
 from .program import CHECKED_UPDATES
 from .traced import Program
 
@@ -102,8 +103,6 @@ PATIENCE = 30
 The first replay is usually the seventh step, after three first updates and three steps that make the graph. It is about
 the twelfth if every second step has a refresh."""
 
-Programs = Sequence[Sequence[Program]]
-"""`Execution.programs` of each stack, by index of the stack."""
 RunStacks = Callable[[Sequence[Sequence[StackState]], Step, NDArray[np.bool_]], None]
 """Function that runs one step of stacks.
 
@@ -256,7 +255,7 @@ class CapturedStacks:
     """Stacks whose step is captured as one CUDA graph, and this graph.
 
     groups: the stacks, in lists. Stacks that share parameters, and whose stages need sums over them, are in one list.
-    programs: traced programs that compute the steps of the stacks.
+    executions: for each stack of the parameter set, by its index, the way in which its steps run.
     fused: indices of the stacks that a fused kernel updates.
     reason: why the stacks are never captured; None if no reason is known.
     without: by reason, number of steps without a graph since the last replay. Steps that make a graph do not count.
@@ -266,20 +265,19 @@ class CapturedStacks:
         self,
         groups: Sequence[Sequence[StackState]],
         recipe: Recipe,
-        programs: Programs,
-        fused: Collection[int],
+        executions: Sequence[Execution],
         run: RunStacks,
     ) -> None:
         self.groups, self.stacks, self._run = list(groups), [own for group in groups for own in group], run
-        self.fused = frozenset(fused) & {own.number for own in self.stacks}
-        self._of_kernels = [own for own in self.stacks if own.number in self.fused]
+        self.executions = executions
+        self._of_kernels = [own for own in self.stacks if isinstance(executions[own.number], Fused)]
+        self.fused = {own.number for own in self._of_kernels}
         self._constant = {
             own.path for own in self._of_kernels
         }  # paths of updates whose weight decay a graph stores as a constant
         self.device, self.reason = self.stacks[0].stack.device, never(self.stacks, recipe)
-        if any(not programs[own.number] and own.number not in self.fused for own in self.stacks):
+        if any(not executions[own.number].programs and own.number not in self.fused for own in self.stacks):
             self.reason = self.reason or "each of its steps has a refresh, or sums over parameters of other stacks"
-        self.programs = programs
         self.graph: Graph | None = None
         self.without: Counter[str] = Counter()
         self._key: _Key | None = None
@@ -297,7 +295,7 @@ class CapturedStacks:
         for own in self.stacks:
             if own.watched:
                 return "something watches the stages"
-            context, programs = own.context(own.all_blocks, counts, {}), self.programs[own.number]
+            context, programs = own.context(own.all_blocks, counts, {}), self.executions[own.number].programs
             if context.uniform is None:
                 return "blocks are at different updates"
             if context.uniform <= CHECKED_UPDATES or not all(one.suits(context.steps) for one in programs):
@@ -393,7 +391,7 @@ class CapturedStacks:
         for own in self.stacks:
             at = self._count(own, counts)
             values.append(float(at))
-            for program in self.programs[own.number]:
+            for program in self.executions[own.number].programs:
                 values += program.host_numbers(at, own.run_step)
         numbers = upload(torch.tensor(values, dtype=torch.float64, device="cpu"), self.device)
         self._static = numbers.clone() if self._static is None else self._static.copy_(numbers)
@@ -423,7 +421,7 @@ class CapturedStacks:
             for own in self.stacks:
                 counts[own.number] = rounded[torch.float32 if own.number in self.fused else torch.float64][at]
                 at += 1
-                for program in self.programs[own.number]:
+                for program in self.executions[own.number].programs:
                     places = range(at, at := at + len(program.numbered))
                     named = zip(program.numbered, places, strict=True)
                     of_programs[own.number, program] = {
@@ -529,8 +527,7 @@ class Graphs:
         self,
         together: Sequence[Sequence[StackState]],
         recipe: Recipe,
-        programs: Programs,
-        fused: Collection[int],
+        executions: Sequence[Execution],
         run: RunStacks,
     ) -> None:
         shared = connected([{at for own in group for at in own.stack.param_ids.tolist()} for group in together])
@@ -539,7 +536,7 @@ class Graphs:
         steady = [group for piece, refreshes in zip(pieces, rare, strict=True) if not refreshes for group in piece]
         apart = [piece for piece, refreshes in zip(pieces, rare, strict=True) if refreshes]
         self.pieces = [
-            CapturedStacks(piece, recipe, programs, fused, run) for piece in ([steady, *apart] if steady else apart)
+            CapturedStacks(piece, recipe, executions, run) for piece in ([steady, *apart] if steady else apart)
         ]
         self.left: Counter[str] = Counter()
         self._named = set[str]()

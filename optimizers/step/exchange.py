@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,10 +32,6 @@ from ..write import IterateStore
 from ..write.write import EntryUpdates, Rates, decayed_gradient
 from .gradients import GivenGradients, GradientSurvey, LocalSurvey
 from .traced import Program
-
-GatherSource = Literal["gradients", "parameters"] | str
-"""Source of blocks: "gradients"; "parameters", the tensors to which weight decay applies; or the name of a signal with
-a number for each entry."""
 
 
 class StepNumbers:
@@ -96,7 +92,7 @@ class Step:
         return blocks.stack.gather(self.gradients) if known is None or blocks.places is not None else known
 
 
-def decay_source(recipe: Recipe, path: str) -> GatherSource | None:
+def decay_source(recipe: Recipe, path: str) -> str | None:
     """Return the name of the tensors W whose weight decay alpha W a step adds to directions, as `gather` takes it.
 
     Return None if the step adds no decay to directions. The decay is then applied when updates are written into the
@@ -172,10 +168,11 @@ class LocalStep:
         """By position, the tensors to which weight decay applies."""
         return self.iterates.decaying()
 
-    def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
-        """Return active blocks as one tensor `[n, *block]`: blocks of gradients, parameters or a signal (`source`).
+    def gather(self, blocks: ActiveBlocks, source: str) -> Tensor:
+        """Return active blocks of gradients, parameters or a signal as one tensor `[n, *block]`.
 
-        Gradients include the weight decay, if the recipe adds it to gradients.
+        source: "gradients", which include the weight decay if the recipe adds it to gradients; "parameters", the
+            tensors to which weight decay applies; or the name of a signal with a number for each entry.
         """
         stack, path, rates = blocks.stack, blocks.stack_state.path, self.step.rates
         if source in self.step.signals:

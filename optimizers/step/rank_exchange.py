@@ -32,7 +32,7 @@ from ..stacks.rank_checks import RankChecks, step_numbers
 from ..stacks.stack import ActiveBlocks, StackState, round_bytes, sends_parameters
 from ..write import IterateStore
 from ..write.write import EntryUpdates, StepRates, after_write, decayed_gradient
-from .exchange import GatherSource, LocalExchange, LocalStep, Step, Write, decay_source
+from .exchange import LocalExchange, LocalStep, Step, Write, decay_source
 from .gradients import GivenGradients, GradientSurvey
 
 
@@ -176,7 +176,7 @@ class RankStep(LocalStep):
         scale = rates.step_rates(path, position)
         return decayed_gradient(view(gradient).to(dtype), view(parameter).to(dtype), scale)
 
-    def gather(self, blocks: ActiveBlocks, source: GatherSource) -> Tensor:
+    def gather(self, blocks: ActiveBlocks, source: str) -> Tensor:
         group = blocks.stack_state.block_group
         if group is None:
             return super().gather(blocks, source)

@@ -27,7 +27,7 @@ from ..write import IterateStore, ParameterUpdate
 from ..write.averaging import Mode
 from ..write.write import EntryUpdates, Hyper, Rates, write
 from .capture import Graphs
-from .exchange import LocalExchange, LocalStep, Step, StepNumbers, decay_source, find_signals
+from .exchange import LocalExchange, LocalStep, Step, decay_source, find_signals
 from .execution import choose_execution
 from .fused import Execution, Fused, InPlaceStep
 from .gradients import FiniteCheck, GivenGradients, GradientCheck, LossScale, read_answers
@@ -97,9 +97,7 @@ class ParamSet:
             choose_execution(own, recipe, [specs[at] for at, _ in own.stack.grids], own.number in shared)
             for own in self.stack_states
         ]
-        programs = [how.programs for how in self.executions]
-        fused = {number for number, how in enumerate(self.executions) if isinstance(how, Fused)}
-        self.graphs = Graphs(self.together, recipe, programs, fused, self._run) if recipe.graph else None
+        self.graphs = Graphs(self.together, recipe, self.executions, self._run) if recipe.graph else None
         constraints, paths = {at: rule.constraints for at, rule in self.rules.items()}, [spec.path for spec in specs]
         squaring = {path for path, update in self.rules.items() if update.squares()}
         self._linear = np.array([spec.path not in squaring for spec in specs], dtype=np.bool_)
@@ -357,7 +355,8 @@ class ParamSet:
         if priming:
             run_together(steps, StackStep.prime)
         else:
-            found = run_together(steps, partial(self._direction, numbers=exchange.step.step_numbers))
+            numbers = exchange.step.step_numbers
+            found = run_together(steps, lambda one: self.execution(one.blocks.stack_state).direction(one, numbers))
             del steps  # frees the gathered gradients
             for blocks, direction in zip(together, found, strict=True):
                 if self.offloaded is not None:
@@ -388,9 +387,6 @@ class ParamSet:
         mask = None if step.mask is None else step.mask[blocks.param_index]
         decaying = self._decaying(blocks, context, exchange)
         return StackStep(blocks, gradient, mask, context, step.rates, decaying)
-
-    def _direction(self, step: StackStep, numbers: StepNumbers) -> Tensor:
-        return self.execution(step.blocks.stack_state).direction(step, numbers)
 
     def _decaying(self, blocks: ActiveBlocks, context: StepContext, exchange: LocalStep) -> Tensor | None:
         """Return the tensors whose weight decay is added to directions. Return None if no decay is added to them."""
