@@ -229,11 +229,10 @@ def _stored(
 
     "" is the device of the parameters.
     """
-    rules, found = recipe.rules(), {"": np.full(ranks, STEP_COUNT * len(specs), dtype=np.int64)}
+    found = {"": np.full(ranks, STEP_COUNT * len(specs), dtype=np.int64)}
     zeros = np.zeros(ranks, dtype=np.int64)
     for group in block_groups:
-        sizes = block_bytes(rules[group.path], group.path, group.shape, group.dtype, recipe.storage)
-        for location, size in sizes.items():
+        for location, size in block_bytes(recipe, group.path, group.shape, group.dtype).items():
             found[location] = found.get(location, zeros) + size * count_owned(group, ranks)
     # parameters with equal shapes, dtypes and updates have equal placements
     alike = Counter((spec.path, spec.shape, spec.dtype) for spec in specs)
@@ -262,7 +261,7 @@ def _local_bytes(recipe: Recipe, spec: ParamSpec) -> dict[str, NDArray[np.int64]
             slots.append(Slot(shape))
         total = Counter({"": sum(math.prod(slot.shape) * (slot.dtype or computed).itemsize for slot in slots)})
         if placement.owners is None and 0 not in shape:
-            total += block_bytes(rule, spec.path, shape, computed, recipe.storage)
+            total += block_bytes(recipe, spec.path, shape, computed)
         return total
 
     shapes = [box.shape for box in placement.updated.boxes]

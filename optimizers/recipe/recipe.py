@@ -473,34 +473,28 @@ def _codes(codec: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> Mapp
     return {name: (tuple(code.shape[1:]), code.dtype) for name, code in codes.items()}
 
 
-def stored_slots(
-    rule: Recipe | Route, path: str, block: tuple[int, ...], dtype: torch.dtype, storage: Mapping[str, Quantizer]
-) -> dict[StateKey, StoredSlot]:
+def stored_slots(recipe: Recipe, path: str, block: tuple[int, ...], dtype: torch.dtype) -> dict[StateKey, StoredSlot]:
     """Return {state key: storage of the slot} for the slots of a block. The keys do not have the number of the block.
 
-    rule: the update rule of the block.
-    path: path of the rule in the recipe.
+    path: path of the block's update rule in the recipe.
     block: shape of the block.
     dtype: dtype in which the block's update is computed.
-    storage: quantizers of slots, by role or path.
     """
     found = {}
-    for key, slot in slot_keys(rule, path, block).items():
-        quantizer = choose(storage, key, slot) if storage else None
+    for key, slot in slot_keys(recipe.rules()[path], path, block).items():
+        quantizer = choose(recipe.storage, key, slot) if recipe.storage else None
         codec, location = (None, None) if quantizer is None else (quantizer.codec, quantizer.location)
         found[key] = StoredSlot(slot, slot.dtype or dtype, codec, location)
     return found
 
 
-def block_bytes(
-    rule: Recipe | Route, path: str, block: tuple[int, ...], dtype: torch.dtype, storage: Mapping[str, Quantizer]
-) -> Counter[str]:
+def block_bytes(recipe: Recipe, path: str, block: tuple[int, ...], dtype: torch.dtype) -> Counter[str]:
     """Return the bytes of a block's state by its location between steps: "" for the device of the block.
 
     The arguments are those of `stored_slots`.
     """
     found = Counter[str]()
-    for stored in stored_slots(rule, path, block, dtype, storage).values():
+    for stored in stored_slots(recipe, path, block, dtype).values():
         found["" if stored.location is None else stored.location.to] += stored.nbytes()
     return found
 

@@ -26,11 +26,10 @@ from eigengraft.distributed.rank_group import RankGroup, mesh_group
 from eigengraft.errors import warn_user
 from eigengraft.numerics import compute_dtype, fake_mode, is_dtensor
 from eigengraft.preconditioners.cadence import Cadence
-from eigengraft.quantization import Quantizer
 
 from ..param_groups import flat_piece
 from ..recipe.loading import load_recipe
-from ..recipe.recipe import Recipe, Route, block_bytes
+from ..recipe.recipe import Recipe, block_bytes
 from ..recipe.routing import ParamInfo
 from .placement import (
     ParamKey,
@@ -73,22 +72,19 @@ class Cost:
         return self.constant + sum(refresh / cadence.interval for cadence, refresh in self.refreshes)
 
 
-def block_cost(
-    rule: Recipe | Route, path: str, block: tuple[int, ...], dtype: torch.dtype, storage: Mapping[str, Quantizer]
-) -> Cost:
+def block_cost(recipe: Recipe, path: str, block: tuple[int, ...], dtype: torch.dtype) -> Cost:
     """Return the cost of updating a block: floating-point operations of a step and of each refresh, and bytes of state.
 
     No state is allocated.
 
-    rule: update of the block.
-    path: path of the update in the recipe.
+    path: path of the block's update in the recipe.
     block: shape of the block.
     dtype: dtype in which the block's update is computed.
-    storage: quantizers of slots, by role or path.
     """
+    rule = recipe.rules()[path]
     constant = sum((stage.work(block) for _, stage in rule.stages()), 0.0)
     rare = tuple((cadence, FACTORIZATION * cost) for cadence, cost in refreshes(rule, block))
-    return Cost(constant, rare, block_bytes(rule, path, block, dtype, storage).total())
+    return Cost(constant, rare, block_bytes(recipe, path, block, dtype).total())
 
 
 def common_interval(recipe: Recipe) -> int:
@@ -139,7 +135,7 @@ def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: L
 
     @cache
     def cost_of(path: str, block: tuple[int, ...], dtype: torch.dtype) -> Cost:
-        return block_cost(recipe.rules()[path], path, block, dtype, recipe.storage)
+        return block_cost(recipe, path, block, dtype)
 
     for spec in sorted(specs, key=lambda spec: natural_order(spec.name)):
         assert spec.placement is not None

@@ -45,10 +45,10 @@ determines the codes."""
 class StackState:
     """A stack of N blocks under one update of a recipe, with the state of its stages.
 
+    recipe: recipe of the optimizer.
     path: path of the update in the recipe, "" or "routes.<name>".
-    rule: the update at this path.
+    rule: the update at this path. If its stages have scheduled numbers, it has their values in the present step.
     stack: the blocks.
-    storage: quantizers of slots, by role or path.
     phases: `[N]` in [0, 1), fraction of a refresh interval at which each block is due.
     seeds: `[N]`, seed of the random numbers of each block.
     run_step: step of the run at which the scheduled numbers of the update are evaluated; the first step is 1.
@@ -67,10 +67,9 @@ class StackState:
     fresh: cache of the codes of initial values, which several stacks share and extend. None: no cache.
     """
 
+    recipe: Recipe
     path: str
-    rule: Recipe | Route
     stack: Stack
-    storage: Mapping[str, Quantizer]
     phases: NDArray[np.float64]
     seeds: NDArray[np.int64]
     block_group: int | None = None
@@ -78,6 +77,7 @@ class StackState:
     number: int = 0
     width_factors: Tensor | None = None
     host_factors: tuple[float, ...] | None = None
+    rule: Recipe | Route = field(init=False)
     tensors: dict[str, Tensor] = field(default_factory=dict, init=False)
     encoded: dict[str, EncodedSlot] = field(default_factory=dict, init=False)
     host_buffers: list[HostBuffer] = field(default_factory=list, init=False, repr=False)
@@ -90,6 +90,7 @@ class StackState:
     fresh: InitVar[FreshCodes | None] = None
 
     def __post_init__(self, fresh: FreshCodes | None) -> None:
+        self.rule = self.recipe.rules()[self.path]
         known, offloaded = {} if fresh is None else fresh, dict[Location, dict[str, Tensor]]()
         for key, stored in self.stored_slots().items():
             self._allocate(key, stored, known, offloaded)
@@ -108,7 +109,7 @@ class StackState:
 
     def stored_slots(self) -> dict[StateKey, StoredSlot]:
         """Return how each slot of the stages is stored. The `block` of a key is None: all blocks store it alike."""
-        return stored_slots(self.rule, self.path, self.stack.block, self.stack.dtype, self.storage)
+        return stored_slots(self.recipe, self.path, self.stack.block, self.stack.dtype)
 
     def _allocate(
         self, key: StateKey, stored: StoredSlot, fresh: FreshCodes, offloaded: dict[Location, dict[str, Tensor]]
@@ -651,8 +652,7 @@ def _stack_state(
     stack = Stack(shape, dtype, device, tuple(blocks.grids))
     owners = zip(stack.param_ids.tolist(), stack.keys, strict=True)
     seeds = np.array([_seed(specs[position].name, key) for position, key in owners], dtype=np.int64)
-    rule = recipe.rules()[path]
-    state = StackState(path, rule, stack, recipe.storage, blocks.phases, seeds, block_group, fresh=fresh)
+    state = StackState(recipe, path, stack, blocks.phases, seeds, block_group, fresh=fresh)
     if recipe.width_scaling is not None:
         factors = [specs[position].width_factors[own] for position, grid in stack.grids for own in grid.matrices]
         rounded = torch.tensor(factors, dtype=dtype, device="cpu")

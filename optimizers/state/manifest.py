@@ -33,9 +33,8 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, St
     The result is the same on every rank.
     """
     entries: list[dict[str, StateEntry]] = [{} for _ in param_set.parameters]
-    rules, storage = param_set.rules, param_set.recipe.storage
     for group in param_set.block_groups:
-        slots = stored_slots(rules[group.path], group.path, group.shape, group.dtype, storage)
+        slots = stored_slots(param_set.recipe, group.path, group.shape, group.dtype)
         forms = [
             (str(own._replace(part=part)), form, stored.place(group.device))
             for own, stored in slots.items()
@@ -52,7 +51,7 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, St
             assert param_set.rank_group is not None
             shard = layout_of_parameter(param_set, position).boxes[param_set.rank_group.rank]
             shape, dtype = shard.shape if shard.numel else spec.shape, compute_dtype(spec.dtype)
-            for own, stored in stored_slots(rules[spec.path], spec.path, shape, dtype, storage).items():
+            for own, stored in stored_slots(param_set.recipe, spec.path, shape, dtype).items():
                 location = stored.place(spec.device)
                 entries[position][str(own._replace(block=0))] = StateEntry(spec.shape, stored.dtype, None, location)
         for key, tensor in state.items():

@@ -178,7 +178,7 @@ def test_a_transformer_is_divided_evenly(name: str, ranks: int) -> None:
     recipe = load_recipe(name, ["blocking.size=256", "blocking.merge=256"])
     shapes = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
     blocks = [p.shape for shape in shapes for p in recipe.blocking.grids(shape) for _ in p.keys]
-    costs = [block_cost(recipe, "", block, torch.float32, recipe.storage) for block in blocks]
+    costs = [block_cost(recipe, "", block, torch.float32) for block in blocks]
     loads = Loads(ranks)
     assign([Item(cost.work, float(cost.state)) for cost in costs], loads)
     for carried in (loads.work, loads.state):
@@ -232,7 +232,7 @@ def test_the_critical_path_is_what_the_owners_and_phases_give() -> None:
     optimizer = Optimizer(params, recipe)
     work, constant = Counter[tuple[int, int]](), Counter[int]()
     for stack_state in optimizer.stack_states():
-        cost = block_cost(recipe, "", stack_state.stack.block, torch.float32, {})
+        cost = block_cost(recipe, "", stack_state.stack.block, torch.float32)
         ((cadence, refresh),) = cost.refreshes
         for row, position, key in stack_state.rows():
             owners = paper.placements[list(GPT)[position]].owners

@@ -111,7 +111,7 @@ def test_one_rank_does_the_work_of_all_blocks(name: str, measured: bool) -> None
         recipe = load_recipe(recipe, {"distribution.work": times})
         works = [times["x".join(map(str, shape))] for _, shape in blocks]
     else:
-        works = [block_cost(recipe.rules()[path], path, shape, torch.float32, {}).work for path, shape in blocks]
+        works = [block_cost(recipe, path, shape, torch.float32).work for path, shape in blocks]
     specs, loads = specs_of(recipe, 1), Loads(1, common_interval(recipe))
     balance = assign_owners(specs, recipe, refresh_phases(recipe, (spec.key for spec in specs)), loads)
     assert balance.critical_path == pytest.approx(sum(works) * loads.interval, rel=1e-12)

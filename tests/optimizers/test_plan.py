@@ -342,7 +342,7 @@ def test_the_bound_is_below_the_best_division(sizes: list[tuple[int, int]], rank
     recipe = eigengraft.load_recipe({"update": SOAP["update"], "routes": []})
     shapes = [(f"hidden.{i}", shape) for i, shape in enumerate(sizes)]
     paper = plan(recipe, shapes, (ranks,), "ddp")
-    work = [block_cost(recipe, "", shape, torch.float32, {}).work for shape in sizes]
+    work = [block_cost(recipe, "", shape, torch.float32).work for shape in sizes]
     best = min(
         max(math.fsum(w for w, own in zip(work, owners, strict=True) if own == r) for r in range(ranks))
         for owners in itertools.product(range(ranks), repeat=len(work))
