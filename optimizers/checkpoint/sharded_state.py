@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from eigengraft.blocking.blocks import Box
 from eigengraft.blocking.stacks import split_by_size
 from eigengraft.distributed.layouts import Layout, divided
 from eigengraft.distributed.rank_group import RankGroup, mesh_group
@@ -21,7 +22,7 @@ from eigengraft.quantization.base import Location
 from eigengraft.quantization.offload import HostBuffer
 
 from ..inspect.reporting import ComposedOptimizer
-from ..state.manifest import StateEntry, is_divided, layout_of_parameter, manifest
+from ..state.manifest import StateEntry, is_divided, manifest
 from ..state.shown_state import host_state, own_state
 from ..step.step import ParamSet
 from ..write.averaging import Mode
@@ -237,8 +238,9 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int, location: 
     lead = tensor.ndim - parameter.ndim
     mesh, placements, cut = _division(param_set, position, lead)
     if cut:
-        ranks, what = _rank_group(param_set), f"state of {param_set.names[position]}"
-        tensor = _even_rows(layout_of_parameter(param_set, position).gather(tensor, ranks, what), ranks, lead)
+        ranks, layout = _rank_group(param_set), param_set.specs[position].placed.updated
+        full = layout.gather(tensor, ranks, f"state of {param_set.names[position]}")
+        tensor = _entries(full, Layout.by_rows(layout.shape, ranks.size).boxes[ranks.rank])
     own, size = tuple(tensor.shape[:lead]), parameter.numel()
     strides = [math.prod(own[axis + 1 :]) * size for axis in range(lead)]
     from torch.distributed.tensor import DTensor
@@ -268,8 +270,7 @@ def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh
 
     lead: number of axes of the state before the axes of the parameter.
     """
-    parameter, placement = param_set.parameters[position], param_set.specs[position].placement
-    assert placement is not None
+    parameter, placement = param_set.parameters[position], param_set.specs[position].placed
     cut = False
     if is_dtensor(parameter) and (placement.parts is None or not placement.layout.replicated):
         mesh, own = parameter.device_mesh, parameter.placements
@@ -283,11 +284,10 @@ def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh
     return _rank_group(param_set).mesh(parameter.device), [Shard(lead)], cut
 
 
-def _even_rows(full: Tensor, rank_group: RankGroup, axis: int) -> Tensor:
-    """Return the rows that `Shard(axis)` over all ranks of a group gives to this rank."""
-    rows = -(-full.shape[axis] // rank_group.size)
-    start = min(rank_group.rank * rows, full.shape[axis])
-    return full.narrow(axis, start, min(rows, full.shape[axis] - start))
+def _entries(full: Tensor, box: Box) -> Tensor:
+    """Return a view of the entries of a full tensor whose indices along its last axes are in a box."""
+    index: tuple[Any, ...] = (..., *map(slice, box.start, box.stop))
+    return full[index]
 
 
 def _after(lead: int, placement: Placement) -> Placement:
@@ -324,6 +324,4 @@ def _shard(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> T
         if not cut and (value.device_mesh, list(value.placements)) == (mesh, placements):
             return value.to_local()
         value = value.full_tensor()
-    box = layout_of_parameter(param_set, position).boxes[_rank_group(param_set).rank]
-    index: tuple[Any, ...] = (..., *(slice(a, b) for a, b in zip(box.start, box.stop, strict=True)))
-    return value[index]
+    return _entries(value, param_set.specs[position].placed.updated.boxes[_rank_group(param_set).rank])

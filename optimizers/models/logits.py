@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from eigengraft.blocking.blocks import Box
-from eigengraft.distributed.layouts import Layout
+from eigengraft.distributed.layouts import Layout, whole_box
 from eigengraft.numerics import is_dtensor, local
 
 from ..isolation import without_autocast
@@ -241,7 +241,7 @@ def _shard(weight: Tensor) -> tuple[tuple[int, ...], Box]:
     """
     shape = tuple(weight.shape)
     if not is_dtensor(weight):
-        return shape, Box((0,) * len(shape), shape)
+        return shape, whole_box(shape)
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.placement_types import _StridedShard
 

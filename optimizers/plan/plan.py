@@ -137,7 +137,7 @@ def plan(
     block_groups = [block_group for block_group, _ in divide(specs, recipe, phases, ranks)]
     stored = {location: np.tile(own, groups) for location, own in _stored(recipe, specs, block_groups, ranks).items()}
     return Plan(
-        {spec.name: spec.placement for spec in specs if spec.placement is not None},
+        {spec.name: spec.placed for spec in specs},
         np.tile(sum((count_owned(one, ranks) for one in block_groups), np.zeros(ranks, dtype=np.int64)), groups),
         np.sum([*stored.values()], axis=0),
         {location: own for location, own in stored.items() if location},
@@ -249,8 +249,7 @@ def _local_bytes(recipe: Recipe, spec: ParamSpec) -> dict[str, NDArray[np.int64]
     It consists of the iterates of an averaging, the slots of constraints, and the state of shards that are updated in
     place. All other state is stored by the owners of blocks.
     """
-    rule, computed, placement = recipe.rules()[spec.path], compute_dtype(spec.dtype), spec.placement
-    assert placement is not None
+    rule, computed, placement = recipe.rules()[spec.path], compute_dtype(spec.dtype), spec.placed
 
     def size(shape: tuple[int, ...]) -> Counter[str]:
         kept = [constraint for constraint in rule.constraints if constraint.keeps(spec.dtype)]

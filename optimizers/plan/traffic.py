@@ -178,8 +178,7 @@ def add_gathered_parts(found: Traffic, specs: Sequence[ParamSpec], limit: int) -
     Each of these ranks updates a part of the shard, and sends the part to the others.
     """
     dtypes = {position: spec.dtype for position, spec in enumerate(specs)}
-    placed = [(position, spec.placement) for position, spec in enumerate(specs) if spec.placement is not None]
-    own = {position: placement.layout for position, placement in placed if placement.parts is not None}
+    own = {position: spec.placed.layout for position, spec in enumerate(specs) if spec.placed.parts is not None}
     whole = {position: layout for position, layout in own.items() if layout.replicated}
     for message in pack_rows(whole, dtypes, limit):
         entries = sum((rows.stop - rows.start) * math.prod(whole[rows.position].shape[1:]) for rows in message)

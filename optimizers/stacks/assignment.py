@@ -138,9 +138,8 @@ def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: L
         return block_cost(recipe, path, block, dtype)
 
     for spec in sorted(specs, key=lambda spec: natural_order(spec.name)):
-        assert spec.placement is not None
-        if spec.placement.owners is None:
-            layout = spec.placement.updated
+        if spec.placed.owners is None:
+            layout = spec.placed.updated
             cost = cost_of(spec.path, layout.shape, compute_dtype(spec.dtype))
             work = recipe.distribution.measured(layout.shape, cost.work)
             loads.divide(layout.fractions, work, float(cost.state))
@@ -149,7 +148,7 @@ def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: L
         if len(found) > 1 and recipe.rules()[spec.path].spans():
             found = [_joined(found)]
         owned += found
-        places += [spec.placement.owners] * len(found)
+        places += [spec.placed.owners] * len(found)
     items = [blocks.item for blocks in owned]
     least = least_work([item.work(loads.interval) for item in items], loads.work)
     for owners, blocks, rank in zip(places, owned, assign(items, loads, [own.held for own in owned]), strict=True):
@@ -173,8 +172,7 @@ def _blocks(
     known: cache of the numbers of entries that each rank holds (`_held`), by layout and grid of blocks. This function
         adds to it.
     """
-    assert spec.placement is not None
-    layout, dtype = spec.placement.layout, compute_dtype(spec.dtype)
+    layout, dtype = spec.placed.layout, compute_dtype(spec.dtype)
     for grid in recipe.rules()[spec.path].blocking.grids(spec.shape, spec.matrices):
         cost = cost_of(spec.path, grid.shape, dtype)
         items = _items(cost, recipe.distribution.measured(grid.shape, cost.work), phases[list(grid.keys)], interval)
@@ -297,9 +295,8 @@ def wave_fields(recipe: Recipe, paths: Iterable[str]) -> list[str]:
 
 def _without_owners(spec: ParamSpec) -> ParamSpec:
     """Return a copy of a parameter's specification whose blocks have no owners yet."""
-    assert spec.placement is not None
-    owners = None if spec.placement.owners is None else dict[int, int]()
-    return replace(spec, placement=replace(spec.placement, owners=owners))
+    owners = None if spec.placed.owners is None else dict[int, int]()
+    return replace(spec, placement=replace(spec.placed, owners=owners))
 
 
 LEAST_EFFICIENCY = 0.7

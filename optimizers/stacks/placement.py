@@ -203,6 +203,12 @@ class ParamSpec:
     rank_group: RankGroup | None = None
 
     @property
+    def placed(self) -> ParamPlacement:
+        """The placement of a parameter that ranks share. Must not be read for other parameters, which have none."""
+        assert self.placement is not None
+        return self.placement
+
+    @property
     def divided(self) -> bool:
         """True if some ranks hold only a part of the parameter, or none of its entries."""
         return self.placement is not None and not self.placement.layout.replicated

@@ -28,7 +28,6 @@ from eigengraft.distributed.checks import (
     gather_differences,
     name_ranks,
 )
-from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.rank_group import DistributedError, RankGroup
 from eigengraft.errors import name_some
 from eigengraft.numerics import compute_dtype, fake_mode, is_dtensor, kept_on_device, local, norms_by_dtype
@@ -80,7 +79,7 @@ def check_construction(
     ranks, rank, checksums = rank_group.all_ranks, rank_group.rank, _checksums(specs, parameters, rank_group.rank)
     copies: dict[tuple[int, ...], list[Hashable]] = {}  # checksums, by the ranks that hold the same entries
     for position, values in checksums.items():
-        copies.setdefault(_layout(specs[position]).holders[rank], []).append(values)
+        copies.setdefault(specs[position].placed.layout.holders[rank], []).append(values)
     mine = {title: _digest(text) for title, text in texts.items()}
     mine |= {SUBJECT: subject, **{_digest(repr(holders)): _digest(repr(own)) for holders, own in copies.items()}}
     found = gather_differences(ranks, mine, "agreement on param groups")
@@ -96,7 +95,7 @@ def check_construction(
             f"{_remedy('', parameters) if title == 'parameters' else ''}"
         )
     if found:
-        boxes = {(specs[at].name, _layout(specs[at]).boxes[rank]): values for at, values in checksums.items()}
+        boxes = {(specs[at].name, specs[at].placed.layout.boxes[rank]): values for at, values in checksums.items()}
         every = gather_differences(ranks, boxes, f"values of {subject}")
         apart = {name for name, _ in every}
         names = [spec.name for spec in specs if spec.name in apart]
@@ -115,7 +114,7 @@ def _checksums(specs: Sequence[ParamSpec], parameters: Sequence[Tensor], rank: i
     """
     found: dict[int, Tensor] = {}
     for position, (spec, parameter) in enumerate(zip(specs, parameters, strict=True)):
-        layout = _layout(spec)
+        layout = spec.placed.layout
         if layout.copies > 1 and layout.boxes[rank].numel and not parameter.is_meta and fake_mode(parameter) is None:
             found[position] = checksum(local(parameter))
     rows = torch.stack([sums.cpu() for sums in found.values()]).tolist() if found else []
@@ -129,11 +128,6 @@ def _remedy(text: str, parameters: Sequence[Tensor]) -> str:
     it is a remedy for DTensors.
     """
     return "" if all(is_dtensor(p) for p in parameters) else f"{text}; {NO_COPIES}"
-
-
-def _layout(spec: ParamSpec) -> Layout:
-    assert spec.placement is not None
-    return spec.placement.layout
 
 
 def _digest(text: str) -> str:
@@ -185,7 +179,7 @@ class RankChecks:
         self.rank_group, self.failure, self.names = rank_group, failure, [spec.name for spec in specs]
         self.checked, self.failed = CheckedSums(rank_group.all_ranks), set[int]()
         self._surveys, self._device = 0, specs[0].device
-        placements = [spec.placement for spec in specs if spec.placement is not None]
+        placements = [spec.placed for spec in specs]
         groups = rank_group.all_ranks.size // rank_group.size
         dtypes = [torch.float64 if own else compute_dtype(x.dtype) for x, own in zip(specs, linear, strict=True)]
         self._dtypes, self._largest = dtypes, _row(torch.finfo(dtype).max for dtype in dtypes)

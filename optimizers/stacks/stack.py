@@ -479,8 +479,8 @@ def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[Blo
     out.
     """
     for position, spec in enumerate(specs):
-        if spec.placement is not None and spec.in_place:
-            box = spec.placement.updated.boxes[rank]
+        if spec.in_place:
+            box = spec.placed.updated.boxes[rank]
             if box.numel:
                 kind = BlockKind(spec.path, box.shape, compute_dtype(spec.dtype), spec.device)
                 yield kind, position, BlockGrid.single(box.shape)
@@ -587,9 +587,9 @@ def _place(
     rows = [0] * ranks
     placed = []
     for position, grid in blocks.single():
-        placement = specs[position].placement
-        assert placement is not None and placement.owners is not None
-        owner = placement.owners[grid.keys[0]]
+        owners = specs[position].placed.owners
+        assert owners is not None
+        owner = owners[grid.keys[0]]
         placed.append(PlacedBlock(position, grid, owner, rows[owner]))
         rows[owner] += 1
     own = next(iter(dtypes)) if len(dtypes) == 1 else dtype

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from eigengraft.distributed.layouts import Layout
 from eigengraft.distributed.resharding import Entry
 from eigengraft.numerics import compute_dtype
 from eigengraft.quantization.base import Location
@@ -49,7 +48,7 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, St
         # a rank whose shard is empty has no block, so `state` lacks the slots that other ranks have
         if spec.in_place and 0 not in spec.shape:
             assert param_set.rank_group is not None
-            shard = layout_of_parameter(param_set, position).boxes[param_set.rank_group.rank]
+            shard = spec.placed.updated.boxes[param_set.rank_group.rank]
             shape, dtype = shard.shape if shard.numel else spec.shape, compute_dtype(spec.dtype)
             for own, stored in stored_slots(param_set.recipe, spec.path, shape, dtype).items():
                 location = stored.place(spec.device)
@@ -69,11 +68,4 @@ def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
     tensor: state that belongs to no block: either a number, which every rank stores, or a tensor whose last axes are
         those of the parameter, such as an averaged iterate.
     """
-    return tensor.ndim > 0 and not layout_of_parameter(param_set, position).replicated
-
-
-def layout_of_parameter(param_set: ParamSet, position: int) -> Layout:
-    """Return the layout of a parameter's entry-wise state: the entries of the parameter that each rank updates."""
-    placement = param_set.specs[position].placement
-    assert placement is not None
-    return placement.updated
+    return tensor.ndim > 0 and not param_set.specs[position].placed.updated.replicated

@@ -64,7 +64,7 @@ class RankExchange(LocalExchange):
         super().__init__(specs, iterates, recipe.failure.roots)
         self.rank_checks, rank_group = rank_checks, rank_checks.rank_group
         self.paths = [spec.path for spec in specs]
-        layouts = [spec.placement.layout for spec in specs if spec.placement is not None]
+        layouts = [spec.placed.layout for spec in specs]
         size = round_bytes(specs, recipe, rank_group.size)
         self.comm_plan = CommPlan(rank_group, layouts, block_groups, self.names, size)
         overlaps = recipe.distribution.overlap_backward and not self.comm_plan.replicated
@@ -76,7 +76,7 @@ class RankExchange(LocalExchange):
         self._backward_gather = BackwardGather(self.comm_plan, parameters) if overlaps else None
         self._copied = not any(is_dtensor(parameter) for parameter in parameters)
         self._gathering: dict[int, Work[Tensor]] = {}
-        self._gathered = {i: layouts[i] for i, spec in enumerate(specs) if spec.placement and spec.placement.parts}
+        self._gathered = {i: layouts[i] for i, spec in enumerate(specs) if spec.placed.parts}
         self._param_gather = ParamGather(rank_group, self._gathered, self.names, recipe.distribution.message)
         self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
         self.exchanged = [i for i, spec in enumerate(specs) if not spec.in_place]
