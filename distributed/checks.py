@@ -231,14 +231,19 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {name_some([*map(str, ranks)], 8)}"
 
 
+def as_integers(x: Tensor) -> Tensor:
+    """Return the bits of the entries of a tensor as integers, `[n]`. Two nans can be equal, and 0 differs from -0."""
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return x.contiguous().view(-1).view(widths.get(x.element_size(), torch.int64))
+
+
 def checksum(x: Tensor) -> Tensor:
     """Return two sums over the entries of x, as an int64 tensor `[2]` on the device of x.
 
     The first is the sum of all entries, whose bits are read as integers. The second is the sum of the same integers,
     each multiplied by its position. Both are exact modulo 2^64 for every dtype.
     """
-    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    entries = x.detach().contiguous().view(-1).view(widths.get(x.element_size(), torch.int64))
+    entries = as_integers(x.detach())
     sums = torch.zeros(2, dtype=torch.int64, device=x.device)
     size = CHUNK if x.device.type == "cpu" else GPU_CHUNK
     weights = torch.arange(1, min(size, entries.numel()) + 1, dtype=torch.int64, device=x.device)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from eigengraft.errors import warn_user
 from eigengraft.numerics import is_dtensor, local
 
-from .checks import Field
+from .checks import Field, as_integers
 from .comm_plan import CommPlan, pack_shards, reading, send_shards
 from .rank_group import Work
 
@@ -207,7 +207,7 @@ def differ(message: Tensor, now: Tensor) -> Tensor | bool:
 
     On a device the result is a 0-d tensor, so that the host does not wait.
     """
-    one, other = (x.view(_BITS[x.element_size()]) for x in (message, now))
+    one, other = as_integers(message), as_integers(now)
     if one.device.type == "cpu":
         return not torch.equal(one, other)
     if (
@@ -216,9 +216,6 @@ def differ(message: Tensor, now: Tensor) -> Tensor | bool:
         message.record_stream(torch.cuda.current_stream(message.device))
     return (one != other).any()
 
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by size in bytes. Messages are compared as integers, so that nan equals nan, and 0 differs from -0."""
 
 LATE = (
     "distribution.overlap_backward: in two steps gradients were changed after backward had sent them, and were sent "

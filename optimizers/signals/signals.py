@@ -26,7 +26,7 @@ from eigengraft.slots import StateKey
 
 from ..recipe.recipe import Recipe, slot_keys
 from ..recipe.routing import ParamInfo
-from ..step.exchange import Step
+from ..step.exchange import PROVIDERS, Step
 from ..step.spikes import gradient_norm
 from ..step.step import ParamSet, ReadySteps
 
@@ -302,7 +302,7 @@ def _reduced(values: Tensor, how: str) -> Tensor:
     return values.sum(0) / (len(values) if how == "mean" else 1)
 
 
-PER_STACK = frozenset({"lr", "parameter_rms"})
+PER_STACK = frozenset(PROVIDERS)
 """Signals that are computed for each stack while it is stepped."""
 OWN = PER_STACK | PARTNER | {"parameter", "step_fraction", "gradient_norm"}
 """Signals that the optimizer computes itself. All other signals are provided by the user or by watched models."""

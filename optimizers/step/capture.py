@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eigengraft.distributed.checks import as_integers
 from eigengraft.errors import warn_user
 from eigengraft.numerics import upload
 from eigengraft.slots import dotted
@@ -464,7 +465,7 @@ class CapturedStacks:
         _exchange(targets, before)
         after = before
         graph.replay()
-        if not all(map(_same_bits, targets, after)):
+        if not all(torch.equal(as_integers(x.detach()), as_integers(y)) for x, y in zip(targets, after, strict=True)):
             _restore(targets, after)
             return (
                 "a replay of the graph gave other bits than the same step without the graph, as if an operation read "
@@ -508,12 +509,6 @@ def _exchange(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         kept = value.clone()
         value.copy_(target.detach())
         target.detach().copy_(kept)
-
-
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors have the same bits. Nans with the same bits are equal. Waits for the device."""
-    bits = [own.detach().contiguous().reshape(-1).view(torch.uint8) for own in (x, y)]
-    return torch.equal(*bits)
 
 
 class Graphs:
