@@ -64,7 +64,7 @@ class StackState:
     checks: checks of the contract of every stage. None: the optimizer is not in checked mode.
     step_watch: measurement of the present step, which also runs the checks. None: the step is not measured.
     refreshes: delayed refreshes that are under way. None: no stage has a delay.
-    fresh: cache of the codes of initial values, which several stacks share and extend. None: no cache.
+    fresh: cache of the codes of initial values, which several stacks share and extend.
     """
 
     recipe: Recipe
@@ -72,6 +72,7 @@ class StackState:
     stack: Stack
     phases: NDArray[np.float64]
     seeds: NDArray[np.int64]
+    fresh: InitVar[FreshCodes]
     block_group: int | None = None
     run_step: int = 1
     number: int = 0
@@ -87,13 +88,11 @@ class StackState:
     _failing: HostCopy | None = field(default=None, init=False, repr=False)
     _parameter_rows: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False)
     _selected: tuple[NDArray[np.bool_], ActiveBlocks] | None = field(default=None, init=False, repr=False)
-    fresh: InitVar[FreshCodes | None] = None
 
-    def __post_init__(self, fresh: FreshCodes | None) -> None:
-        self.rule = self.recipe.rules()[self.path]
-        known, offloaded = {} if fresh is None else fresh, dict[Location, dict[str, Tensor]]()
+    def __post_init__(self, fresh: FreshCodes) -> None:
+        self.rule, offloaded = self.recipe.rules()[self.path], dict[Location, dict[str, Tensor]]()
         for key, stored in self.stored_slots().items():
-            self._allocate(key, stored, known, offloaded)
+            self._allocate(key, stored, fresh, offloaded)
         for location, rows in offloaded.items():
             self._offload(location, rows)
         if any(cadence.postponed for cadence in self.rule.cadences().values()):
@@ -652,7 +651,7 @@ def _stack_state(
     stack = Stack(shape, dtype, device, tuple(blocks.grids))
     owners = zip(stack.param_ids.tolist(), stack.keys, strict=True)
     seeds = np.array([_seed(specs[position].name, key) for position, key in owners], dtype=np.int64)
-    state = StackState(recipe, path, stack, blocks.phases, seeds, block_group, fresh=fresh)
+    state = StackState(recipe, path, stack, blocks.phases, seeds, fresh, block_group)
     if recipe.width_scaling is not None:
         factors = [specs[position].width_factors[own] for position, grid in stack.grids for own in grid.matrices]
         rounded = torch.tensor(factors, dtype=dtype, device="cpu")

@@ -18,7 +18,7 @@ from torch import Tensor
 from eigengraft.blocking.parameter_sums import parameter_index
 from eigengraft.numerics import CHUNK_ENTRIES, JOINED_IN_KERNEL, VECTOR, active_fake_mode, cached_tensors, number_like
 from eigengraft.signals import asking, known_signals
-from eigengraft.slots import State
+from eigengraft.slots import State, dotted
 from eigengraft.step_context import TYPICAL_STEP
 
 from ..recipe.recipe import Recipe
@@ -224,12 +224,12 @@ def not_in_place(own: StackState, recipe: Recipe) -> Iterator[str]:
 
 def _require_traceable(own: StackState) -> None:
     """Raise ValueError if stages request a signal (an input beside the gradient) that no traced program can read."""
-    at, known = f"{own.path}." if own.path else "", known_signals()
+    known = known_signals()
     for name, path in asking(own.rule.stages(own.path)).items():
         if name in _signals_of_program(own) and known[name].extent not in _SHAPES_OF_SIGNALS:
             raise ValueError(
-                f"{at}compile: {path} requests the signal '{name}', which compiled programs do not support; remove "
-                "compile"
+                f"{dotted(own.path, 'compile')}: {path} requests the signal '{name}', which compiled programs do not "
+                "support; remove compile"
             )
 
 
