@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eigengraft.numerics import is_dtensor, local
+from eigengraft.numerics import is_dtensor, local, squares_of
+
+from ..step.step import as_pairs
 
 
 class NormWatch:
@@ -38,14 +40,14 @@ class NormWatch:
 
         ranks: number of ranks that share the parameters.
         """
-        weights = _squares(self._before)
+        weights = squares_of(self._before)
         torch._foreach_sub_(self._before, [_real(parameter) for parameter in self.parameters])
         none = torch.zeros((), dtype=weights.dtype, device=weights.device)
         given = [p.grad for p in self.parameters if p.grad is not None]
-        found = iter(_squares([_real(gradient) for gradient in given]).unbind() if given else ())
+        found = iter(squares_of([_real(gradient) for gradient in given]).unbind() if given else ())
         self.with_gradient = [p.grad is not None for p in self.parameters]
         gradients = torch.stack([next(found) if there else none for there in self.with_gradient])
-        sums = torch.stack([weights, gradients, _squares(self._before)])
+        sums = torch.stack([weights, gradients, squares_of(self._before)])
         self._before = []
         if ranks == 1:
             return sums
@@ -55,13 +57,7 @@ class NormWatch:
 
 def _real(tensor: Tensor) -> Tensor:
     """Return this rank's entries of a tensor. Complex entries are returned as pairs of real numbers."""
-    own = local(tensor.detach())
-    return torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
-
-
-def _squares(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of squares of each tensor, `[P]`, in float64, so that squares of float32 do not overflow."""
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square()
+    return as_pairs(local(tensor.detach()))
 
 
 def _copies(parameter: Tensor, ranks: int) -> int:

@@ -23,6 +23,7 @@ from eigengraft.numerics import (
     may_branch_on_values,
     norms_by_dtype,
     squares_are_finite,
+    squares_of,
 )
 
 from ..stacks.rank_checks import RankSurvey
@@ -186,7 +187,7 @@ class LocalSurvey:
         here = [(place, gradient) for place, gradient in enumerate(gradients) if gradient is not None]
         if not here:
             return torch.zeros(len(gradients), dtype=torch.float64, device=self.device)
-        found = torch.stack(torch._foreach_norm([gradient for _, gradient in here], 2, dtype=torch.float64)).square()
+        found = squares_of([gradient for _, gradient in here])
         if len(here) == len(gradients):
             return found
         places = kept_on_device(np.array([place for place, _ in here], dtype=np.int64), self.device)

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from eigengraft.component import ChainOf
-from eigengraft.numerics import block_norm, compute_dtype, copies, in_dtypes_of, over_stacks, safe_ratio
+from eigengraft.numerics import block_norm, compute_dtype, copies, in_dtypes_of, over_stacks, safe_ratio, squares_of
 from eigengraft.preconditioners.polar.spectral import NewtonSchulz, PolarSolver
 from eigengraft.schedules import Schedulable
 from eigengraft.signals import Request
@@ -59,7 +59,7 @@ class ConstraintContext:
 
     def squares(self, tensors: Tensors) -> Tensor:
         """Return the sums of squares `[n]` float64 of n full tensors, of which this rank may hold shards."""
-        found = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
+        found = squares_of(tensors)
         return found if self.shard_sums is None else self.shard_sums(found)
 
     def dots(self, xs: Tensors, ys: Tensors) -> Tensor:

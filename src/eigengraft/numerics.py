@@ -620,6 +620,11 @@ def norms_by_dtype(
         yield places, torch.stack(torch._foreach_norm([tensors[place] for place in places], order, dtype=dtype))
 
 
+def squares_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of each tensor, `[n]` in float64, in which no square of float32 overflows."""
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
+
+
 def squares_are_finite(tensors: Sequence[Tensor]) -> bool:
     """Return True if the sum of squares of each tensor is finite, and the host can know this without waiting for a
     device.

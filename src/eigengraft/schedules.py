@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_serializer, model_validator
 
 from .component import PLAIN_TYPES, C, Component, components_in, plain
+from .slots import dotted
 
 Shape = Literal["linear", "cosine", "half_life"]
 
@@ -244,6 +245,6 @@ def schedules(component: Component) -> Iterator[tuple[str, Schedule]]:
     Paths have the form of overrides, as in `components_in`.
     """
     for at, own in components_in(component):
-        fields, prefix = type(own).model_fields, f"{at}." if at else ""
+        fields = type(own).model_fields
         if isinstance(own, Schedulable):
-            yield from ((f"{prefix}{fields[name].alias or name}", one) for name, one in own._schedules.items())
+            yield from ((dotted(at, fields[name].alias or name), one) for name, one in own._schedules.items())
