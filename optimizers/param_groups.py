@@ -153,9 +153,9 @@ class Defaults(dict[str, Any]):
     path: path of the recipe's field with the decay of the first moment; None if there is no such field.
     """
 
-    def __init__(self, values: Mapping[str, Any], recipe: Recipe | None = None) -> None:
+    def __init__(self, values: Mapping[str, Any], recipe: Recipe) -> None:
         super().__init__(values)
-        self.path = next(iter(meant_overrides("momentum", 0.9, recipe)), None) if recipe is not None else None
+        self.path = next(iter(meant_overrides("momentum", 0.9, recipe)), None)
 
     def __contains__(self, key: object) -> bool:
         """Return True if a default has this name. Raise ValueError if OneCycleLR or CyclicLR asks for a momentum."""

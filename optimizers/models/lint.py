@@ -109,9 +109,7 @@ def known_checks() -> tuple[str, ...]:
     return tuple(sorted(_CHECKS))
 
 
-def warn_of_faults(
-    optimizer: Optimizer, steps: int | None = None, silence: Iterable[str] = (), *, names_only: bool = False
-) -> None:
+def warn_of_faults(optimizer: Optimizer, steps: int | None, silence: Iterable[str], *, names_only: bool) -> None:
     """Warn of every fault that the checks find, except checks whose id is in `silence`.
 
     names_only: True if only names and shapes of the parameters are known, but not their model.

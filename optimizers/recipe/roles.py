@@ -508,7 +508,7 @@ def plain_role(holders: Sequence[Holder], shape: tuple[int, ...]) -> tuple[Param
     return None
 
 
-def layer_of(key: int, holder: Holder, shape: tuple[int, ...], tied: bool = False) -> Layer:
+def layer_of(key: int, holder: Holder, shape: tuple[int, ...], tied: bool) -> Layer:
     """Return the layer of a weight, with its numbers of inputs and outputs from the module, or else from the shape."""
     module, path = holder.module, holder.path
     if not holder.is_weight or "parametrizations" in path:

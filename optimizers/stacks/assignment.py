@@ -360,7 +360,7 @@ class Assignments:
         block is refreshed.
     """
 
-    def __init__(self, recipe: Recipe, others: Sequence[ParamInfo] = ()) -> None:
+    def __init__(self, recipe: Recipe, others: Sequence[ParamInfo]) -> None:
         self.recipe, self.others = recipe, others
         self.phases: Phases = {}
         self._rank_groups: dict[Any, RankGroup] = {}

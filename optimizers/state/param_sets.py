@@ -73,7 +73,7 @@ class ParamSets:
         ranks that did not receive it. None: `consolidate` was not called, or the state has changed since.
     """
 
-    def __init__(self, recipe: Recipe, checked: bool = False, others: Sequence[ParamInfo] = ()) -> None:
+    def __init__(self, recipe: Recipe, checked: bool, others: Sequence[ParamInfo]) -> None:
         self.recipe, self.checked, self.others = recipe, checked, others
         self.recipe_text, self.follows_peak = recipe.to_json(), recipe.follows_peak()
         self.groups, self.batches = list[ParamGroup](), list[GroupBatch]()

@@ -314,7 +314,7 @@ def _sample(kind: TensorKind, device: torch.device, value: float = 0.0) -> Tenso
 
 
 def tracing_context(
-    ask: Ask, questions: list[Question], signals: Mapping[str, Tensor] | None = None, steps: Tensor | None = None
+    ask: Ask, questions: list[Question], signals: Mapping[str, Tensor], steps: Tensor | None
 ) -> StepContext:
     """Return the context that stages receive while they are traced. In this step no refresh is due.
 
@@ -324,11 +324,11 @@ def tracing_context(
 
     ask: function that `context.per_block` calls for each number that a stage requests. It returns the tensor.
     questions: list to which the call of `context.holds` appends the condition on the step that a stage checks.
-    signals: signals by name; None: there are none.
+    signals: signals by name.
     steps: step of each block, int64 `[N]`; None: the context has no steps.
     """
     context = StepContext(
-        np.ones(1, dtype=np.int64), np.zeros(1), np.zeros(1, dtype=np.int64), signals=signals or {}, numbers=ask
+        np.ones(1, dtype=np.int64), np.zeros(1), np.zeros(1, dtype=np.int64), signals=signals, numbers=ask
     )
     for name in ("steps", "phases", "param_ids", "seeds"):
         del context.__dict__[name]

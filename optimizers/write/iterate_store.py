@@ -50,8 +50,8 @@ class IterateStore:
         constraints: Mapping[str, Sequence[Constraint]],
         parameters: Sequence[Tensor],
         paths: Sequence[str],
-        shard_sums: Callable[[Sequence[int], Tensor], Tensor] | None = None,
-        paired: Container[str] = (),
+        shard_sums: Callable[[Sequence[int], Tensor], Tensor] | None,
+        paired: Container[str],
     ) -> None:
         self.paired = paired
         self.averaging, self.constraints, self.parameters, self.paths = averaging, constraints, parameters, paths
