@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeVar, overload
 
+from eigengraft.errors import did_you_mean, name_some
+
 Sums = tuple[float, float, float]
 """The numbers a, b, c of a measurement a / sqrt(b c). Each number is a sum over entries, blocks and ranks."""
 
@@ -119,6 +121,24 @@ def worst_ends(rows: Iterable[tuple[_Layer, str, float]]) -> Iterator[_Layer]:
                 yield own[place][1]
 
 
+WATCHED = ("weight_norm", "gradient_norm", "update_ratio", "update_rms", "cosine", "storage_error")
+"""Measures of a step, which only a step after `watch_next_step` has."""
+
+
+def _names(row: Measurement, column: str) -> tuple[str, ...]:
+    """Return the values by which `select` finds a row. A stage is found by its path, and by the end of its path."""
+    value: str = getattr(row, column)
+    return (value, value.rpartition(".")[2]) if column == "stage" else (value,)
+
+
+def _hint(column: str, value: str, known: Sequence[str]) -> str:
+    """Return the end of the error about a value that is not in a column."""
+    if column == "measure" and value in WATCHED:
+        return "; call `optimizer.watch_next_step()` before a step, and `inspect()` after it"
+    listed = name_some([name for name in known if name], 12) or "none"
+    return f"{did_you_mean(value, known)} (the table has: {listed})"
+
+
 COLUMNS = ("parameter", "block", "stage", "slot", "measure", "value")
 
 
@@ -163,11 +183,20 @@ class Inspection(Sequence[Measurement]):
             stage: dotted path of the stage, or its last component.
             slot: name of the slot.
             measure: name of the measure.
+
+        Raises:
+            ValueError: an argument has a value that no row of the table has.
         """
-        wanted = {"parameter": parameter, "slot": slot, "measure": measure}
-        asked = {name: value for name, value in wanted.items() if value is not None}
-        rows = (row for row in self.rows if all(getattr(row, name) == value for name, value in asked.items()))
-        return type(self)(tuple(row for row in rows if stage in (None, row.stage, row.stage.rpartition(".")[2])))
+        wanted = {"parameter": parameter, "stage": stage, "slot": slot, "measure": measure}
+        found = self.rows
+        for name, value in wanted.items():
+            if value is None:
+                continue
+            known = {text: None for row in self.rows for text in _names(row, name)}
+            if value not in known:
+                raise ValueError(f"select: no row has the {name} '{value}'{_hint(name, value, [*known])}")
+            found = tuple(row for row in found if value in _names(row, name))
+        return type(self)(found)
 
     def worst(self) -> Self:
         """Return the rows with the extreme values of the measures in `WORST`, in the order of `WORST`.

@@ -51,7 +51,8 @@ class Broken(Stage):
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
         spare = {"spare": Slot(block)} if self.fault in ("idle slot", "a slot that is only read") else {}
-        return {"v": Slot(block, role="second_moment"), "root": Slot(block, role="root"), **spare}
+        frame: Any = "vector" if self.fault == "squares as a vector" else "none"
+        return {"v": Slot(block, role="second_moment", frame=frame), "root": Slot(block, role="root"), **spare}
 
     def cadence(self) -> Cadence:
         return Every(steps=200 if self.fault == "a rare refresh that raises for nan" else 2, stagger="none")
@@ -184,6 +185,7 @@ LAWS = {
     "a mask as index": (("test_testing.py", "index_put"), DEVICE_LAW),
     "the largest entry": (("test_testing.py", "_local_scalar_dense"), DEVICE_LAW),
     "a tensor of the host": (("cuda", 0), DEVICE_LAW),
+    "squares as a vector": (("/v", "vector", "-G", "square"), "slots follow their frame when signs change"),
 }
 
 
@@ -233,12 +235,13 @@ def test_a_sound_stage_gets_a_report_of_laws_held_and_not_asked(late: bool) -> N
         "rotating all gradients rotates the direction": "rotates=False",
         "entries are updated alone": "it does not say that it is entry-wise",
         "a declared moment is adams": "its traits declare no moment of Adam",
+        "slots follow their frame when signs change": "no slot has a frame",
     }
     assert str(report).startswith("update.broken_for_test: 16 laws hold\n  the contract is kept\n")
 
 
 def test_a_method_from_a_paper_is_one_file_that_keeps_all_laws() -> None:
-    assert len(check_stage(Adopt(eps=1e-30), degree=0).held) == 17
+    assert len(check_stage(Adopt(eps=1e-30), degree=0).held) == 18
 
 
 def test_check_stage_refuses_a_class() -> None:
@@ -435,6 +438,8 @@ class BrokenQuantizer(Quantizer):
             x = x - x.mean(0)
         if self.fault == "random":
             x = x + torch.rand_like(x)
+        if self.fault == "biased" and uniform is not None:
+            x = x * (1 + 0.02 * uniform(x, "noise"))
         if self.fault == "hides":
             x = x.nan_to_num(1.0, 1.0, 1.0)
         parts = dict(Int8(min_elements=1, block_size=8).encode(x))
@@ -449,6 +454,8 @@ class BrokenQuantizer(Quantizer):
             y = y + 1e-3
         if self.fault == "loses":
             y = y * 0.1
+        if self.fault == "scale":
+            y = y * 1.27
         return y.half() if self.fault == "dtype" else y
 
 
@@ -464,6 +471,8 @@ class BrokenQuantizer(Quantizer):
         ("shift", ("up", 0.001)),
         ("loses", (0.5, 0.9)),
         ("dtype", ("torch.float32", "torch.float16")),
+        ("scale", ("coded again", 0.34, "decode()")),
+        ("biased", ("mean of 32",)),
     ],
 )
 def test_quantizers_that_break_a_law_are_told_which(fault: str, says: tuple[object, ...]) -> None:
@@ -489,7 +498,9 @@ def test_a_stage_that_asks_a_shape_for_its_shape_is_told_so(registry: None) -> N
 
 
 def test_a_sound_quantizer_gets_a_report() -> None:
-    assert len(check_quantizer(BrokenQuantizer()).held) == 10
+    report = check_quantizer(BrokenQuantizer())
+    assert len(report.held) == 10 and "draws no random numbers" in str(report)
+    assert "draws average out" in check_quantizer(Int8(min_elements=1, block_size=8, rounding="stochastic")).held
 
 
 # Tasks.

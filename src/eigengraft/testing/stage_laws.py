@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eigengraft import Optimizer, Stage
 from eigengraft.errors import ContractError
 from eigengraft.optimizers.signals import OWN, Given
-from eigengraft.preconditioners import FirstMoment, SecondMoment, walk
+from eigengraft.preconditioners import FirstMoment, SecondMoment, chain_slots, walk
 from eigengraft.quantization import Float32
 from eigengraft.schedules import schedules
 from eigengraft.signals import PARTNER, SIDES, Signal, known_signals, requested
@@ -276,6 +276,35 @@ def _mixes(case: StageCase) -> str | None:
     return None if traits.entrywise else "it does not say that it is entry-wise"
 
 
+def slots_follow_their_frame_when_signs_change(case: StageCase) -> None:
+    """If all gradients change their sign, a slot with frame "vector" changes its sign, and a slot with frame "square",
+    "row" or "column" does not. Other changes of the basis are not tried, because a stage need not follow them.
+    """
+    for block in case.blocks:
+        with on(block):
+            bench, (_, plain) = case.bench(block), case.trajectory(block)
+            bench.run(-case.gradients(block))
+            for key, slot in bench.declared.items():
+                if slot.frame == "none":
+                    continue
+                odd = slot.frame == "vector"
+                what = f"{key} (frame '{slot.frame}') for the gradients -G, and {'minus ' * odd}{key} for G"
+                require_close(bench.tensors[key], plain.tensors[key] * (-1 if odd else 1), 1e-10, what, lambda: _FRAME)
+
+
+_FRAME = in_parentheses(
+    "a mean of gradients or directions is a 'vector', a mean of squares or sizes is a 'square', and all else has 'none'"
+)
+
+
+def _no_frames(case: StageCase) -> str | None:
+    """Return why signs are not tried. State that follows the values of signals does not follow the gradients alone."""
+    if case.component.cached_traits().signals:
+        return "it asks for signals, which keep their sign"
+    slots = (slot for block in case.blocks for _, _, slot in chain_slots((case.component,), block))
+    return None if any(slot.frame != "none" for slot in slots) else "no slot has a frame"
+
+
 def a_copy_of_the_state_resumes_exactly(case: StageCase) -> None:
     """A copy of the slots is enough to continue a trajectory."""
     for block in case.blocks:
@@ -444,6 +473,7 @@ STAGE_LAWS: tuple[Law[StageCase], ...] = (
     Law(traits_follow_from_no_shape),
     Law(entries_are_updated_alone, _mixes),
     Law(a_declared_moment_is_adams, _no_moment),
+    Law(slots_follow_their_frame_when_signs_change, _no_frames),
     Law(dtype_and_device_are_kept),
     Law(a_steady_step_stays_on_the_device, without_accelerator),
     Law(storage_makes_no_difference),
