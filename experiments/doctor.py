@@ -605,12 +605,17 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
         )
     if not found or EXPLANATIONS[found[0].kind].symptom:
         start = () if record.imported else _first_batch(record, notes, sick=bool(found))
+        dead = [*_dead(record)]
         layers = [*_exploding(record, sick=bool(found))]
         own = any(_route(record, one.layer) for one in layers)  # the learning rate is too high for one layer only
         if layers and not found and not own and (large := _step_size(record)):
             found = [Finding("learning rate", None, record.fastest, large.removeprefix("; "))]
         first = [*found, *layers] if found and found[0].kind == "learning rate" and not own else [*layers, *found]
-        found = [*start, *_dead(record), *first]
+        if dead:  # without gradients no learning rate lets the loss fall
+            first = [one for one in first if one.kind != "stalled"]
+        found = [*start, *dead, *first]
+    elif found[0].kind == "initialization":  # huge inputs overflow too, with any weights
+        found = [*(one for one in _first_batch(record, notes, sick=True) if one.kind == "inputs"), *found]
     if not found:
         found += _generalization(record)
     if not any(one.kind == "failed root" for one in found):
@@ -662,8 +667,9 @@ def _slow(record: Record) -> str:
 def _raise(record: Record) -> str:
     """Return advice about a loss that does not fall. Small updates give the advice to raise the learning rate.
 
-    The factor brings the largest measured ratio |update| / |weight| to `Record.target`. If the updates were large
-    enough to change the weights by their own norm, the advice is not to raise the rate.
+    The factor brings the largest measured ratio |update| / |weight| to `Record.target`, and the rate to at most FAR
+    times that of the recipe. If the updates were large enough to change the weights by their own norm, the advice is
+    not to raise the rate.
     """
     own, largest = record.recipe_rate, record.largest_step
     if record.rate == 0 or (largest == 0 and record.has_gradients):  # all updates were rounded to 0
@@ -674,6 +680,8 @@ def _raise(record: Record) -> str:
             f"{batch}; if the model learns them, train for more steps, or try an lr 3 times larger and 3 times smaller"
         )
     factor = record.target / largest
+    if own and record.rate:
+        factor = min(factor, max(FAR * own / record.rate, REMARKABLE))
     text = f"multiply lr by {_rounded(factor)}{_advised(record, factor)}{_of_recipe(record)}, or train for more steps"
     return f"{text}; if the loss still does not fall, {batch}"
 

@@ -40,6 +40,7 @@ Sickness = Literal[
     "small",
     "head",
     "huge",
+    "overflowing inputs",
     "softmax",
 ]
 CLASSES = 4
@@ -74,6 +75,8 @@ class Patient(Task):
             x[:, 3] *= 1e5
         if self.sickness == "huge":
             x *= 1e5
+        if self.sickness == "overflowing inputs":
+            x *= 1e38
         if self.sickness == "noise":
             y = torch.from_numpy(generator(1).integers(0, CLASSES, 96))
         mark = Fingerprint("points", 96, hashlib.sha256(self.sickness.encode()).hexdigest())
@@ -147,6 +150,7 @@ ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REF
         (patient("zero"), "dead layer", [None], "2.weight", ("all parameters of 0, 2", "5 of 5 parameters")),
         (patient("scale"), "inputs", [1], "", ("column 3 (feature3)", "e+05", "quarter of the columns")),
         (patient("huge"), "inputs", [1], "", ("(feature", "e+05", "numbers near 1")),
+        (patient("overflowing inputs"), "inputs", [1], "", ("(feature", "e+38", "numbers near 1")),
         (patient("softmax"), "loss", [1], "", ("probabilities", "second softmax")),
         (patient("init"), "initialization", [1], "", ("uniform guess among 4",)),
         (patient("nan init"), "initialization", [1], "2.weight", ("2.weight",)),
@@ -355,6 +359,20 @@ def test_a_learning_rate_of_0_is_named(tmp_path: Path) -> None:
             (found,) = treated(patient(lr=0.0, **fields), tmp_path / name).findings
         assert found.kind == "stalled" and "lr is 0" in found.text
         assert found.remedy == "set lr to that of the recipe, 0.001"
+
+
+def test_advice_raises_a_rate_to_at_most_ten_times_that_of_the_recipe(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "text", 8, lr=1e-4, recipe=load_recipe("adamw").model_dump(mode="json")) as log:
+        for step in range(1, 9):
+            log.row(step, 2.0, update_ratio=1e-7)
+    (found,) = diagnose(tmp_path).findings
+    assert found.kind == "stalled" and found.remedy.startswith("multiply lr by 100, to 0.01")
+
+
+def test_a_dead_layer_is_not_a_matter_of_the_learning_rate(tmp_path: Path) -> None:
+    """A network whose units never fire has a loss that stalls, at any rate."""
+    kinds = [one.kind for one in treated(patient("dead", lr=1e-3), tmp_path).findings]
+    assert kinds == ["dead layer"]
 
 
 def test_updates_that_are_rounded_to_0_are_a_learning_rate_that_is_too_low(tmp_path: Path) -> None:
