@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeVar, fina
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.component import ChainOf, located
+from eigengraft.component import ChainOf, located, short
 from eigengraft.errors import ContractError
 from eigengraft.numerics import full_products
 from eigengraft.schedules import Schedulable
@@ -272,7 +272,10 @@ class Stage(Schedulable, ABC, family="stage"):
         """
         if block not in self._traits:
             with named_stage(self, self.label):
-                self._traits[block] = self.traits(block)
+                found: object = self.traits(block)
+                if not isinstance(found, Traits):
+                    raise TypeError(f"traits() must return Traits(...), got {short(found)}")
+            self._traits[block] = found
         return self._traits[block]
 
     @final
@@ -700,7 +703,12 @@ def chain_slots(stages: tuple[Stage, ...], block: tuple[int, ...], path: str = "
                 slots = stage.slots(block)
         except ValueError as error:
             raise ValueError(located(here, str(error))) from None
+        if not isinstance(slots, Mapping):
+            raise ValueError(located(here, f"slots() must return a mapping {{name: Slot}}, got {short(slots)}"))
         for name, slot in slots.items():
+            if not isinstance(slot, Slot):
+                fault = f"slots() must return a Slot for each name, such as Slot(block), got {short(slot)}"
+                raise ValueError(located(here, f"{fault} for '{name}'"))
             if slot.fill == "identity" and len(slot.shape) != 2:
                 fault = f"slot '{name}' has fill 'identity', which needs a matrix, but its shape is {slot.shape}"
                 raise ValueError(located(here, f"{fault}; give the slot a number as `fill`"))

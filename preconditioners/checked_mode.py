@@ -108,7 +108,9 @@ class Checks(Watch):
                 raise
             raise ContractError(f"{what}: {error}") from None
         except Exception as error:
-            error.add_note(f"in {what}, on a stack of shape {list(inputs['gradient'].shape)}")
+            read = [f"{key} {list(loads[-1][0].shape)}" for key, loads in call.loads.items()]
+            slots = f", and the slots {', '.join(read)}" if read else ""
+            error.add_note(f"in {what}, on a stack of shape {list(inputs['gradient'].shape)}{slots}")
             if "must match the size" in str(error):
                 error.add_note(
                     "a number for each block, such as `context.step` `[N]`, is shaped to multiply or divide `like` by "

@@ -14,11 +14,19 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Se
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from types import NoneType
+from types import FunctionType, NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, TypeVar, get_args, get_origin
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PydanticUserError,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, PydanticUndefined, core_schema
 
 from eigengraft.errors import RecipeError, did_you_mean
@@ -70,6 +78,19 @@ class ComponentType(ModelMetaclass):
     # The metaclass of components. It defines calls of a component, and what `help`, `dir` and completion show.
 
     if not TYPE_CHECKING:  # without a signature of `__call__`, type checkers check calls against a component's fields
+
+        def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
+            """Make a class. Raise TypeError for a field without a type, which pydantic calls another error."""
+            try:
+                return super().__new__(mcs, name, bases, namespace, **options)
+            except PydanticUserError as error:
+                field = re.search(r"`(\w+) = (.*?)`", str(error))
+                if error.code != "model-field-missing-annotation" or field is None:
+                    raise
+                kind = type(namespace[field[1]]).__name__
+                raise TypeError(
+                    f"{name}: the field `{field[1]}` needs a type; write `{field[1]}: {kind} = {field[2]}`"
+                ) from None
 
         def __call__(cls, *values: object, **fields: object) -> Any:
             """Return an instance.
@@ -429,6 +450,19 @@ def _refuse_hidden_methods(cls: type[Component], fields: Set[str]) -> None:
                 )
 
 
+def _accepts_calls_of(own: FunctionType, inherited: FunctionType) -> bool:
+    """Return True if a method accepts every number of positional arguments that the inherited one accepts."""
+    ours, theirs = own.__code__, inherited.__code__
+    needed = ours.co_argcount - len(own.__defaults__ or ())
+    enough = bool(ours.co_flags & inspect.CO_VARARGS) or ours.co_argcount >= theirs.co_argcount
+    return enough and needed <= theirs.co_argcount - len(inherited.__defaults__ or ())
+
+
+def _arguments(method: FunctionType) -> str:
+    """Return the arguments of a method as one writes them, without annotations."""
+    return ", ".join(str(one.replace(annotation=one.empty)) for one in inspect.signature(method).parameters.values())
+
+
 def _register(cls: type[Component]) -> None:
     for base in cls.__mro__[1:]:
         for name in vars(cls):
@@ -436,6 +470,13 @@ def _register(cls: type[Component]) -> None:
                 raise TypeError(
                     f"{cls.__name__}: `{name}` of {base.__name__} is final and cannot be overridden; rename it"
                 )
+    for name, own in vars(cls).items():
+        inherited = next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
+        if inspect.isfunction(own) and inspect.isfunction(inherited) and not _accepts_calls_of(own, inherited):
+            raise TypeError(
+                f"{cls.__name__}: the method `{name}` is called as {name}({_arguments(inherited)}), but is defined as "
+                f"{name}({_arguments(own)}); give it the same arguments"
+            )
     kind = cls.model_fields["kind"].default if "kind" in cls.model_fields else PydanticUndefined
     if not isinstance(kind, str):
         got = "none" if kind is PydanticUndefined else repr(kind)

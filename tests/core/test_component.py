@@ -289,6 +289,45 @@ def test_members_are_final(registry: None) -> None:
     assert "test_rms" not in Stage.members
 
 
+def test_a_field_without_a_type_is_named(registry: None) -> None:
+    with refused(TypeError, "Untyped", "beta: float = 0.9"):
+
+        class Untyped(Cadence):
+            kind: Literal["test_untyped"] = "test_untyped"
+            beta = 0.9
+
+    assert "test_untyped" not in Cadence.members
+
+
+def test_a_method_with_other_arguments_is_refused_when_its_class_is_defined(registry: None) -> None:
+    with refused(TypeError, "slots(self, block)", "slots(self)"):
+
+        class Fewer(Stage):
+            kind: Literal["test_fewer"] = "test_fewer"
+
+            def slots(self):  # type: ignore[no-untyped-def, override]
+                return {}
+
+    with refused(TypeError, "slots(self, block)", "slots(self, block, size)"):
+
+        class More(Stage):
+            kind: Literal["test_more"] = "test_more"
+
+            def slots(self, block, size):  # type: ignore[no-untyped-def, override]
+                return {}
+
+    class Further(Stage):
+        kind: Literal["test_further"] = "test_further"
+
+        def slots(self, block, size=1):  # type: ignore[no-untyped-def]
+            return {}
+
+        def apply(self, *values):  # type: ignore[no-untyped-def]
+            return values[2]
+
+    assert Further().slots((3,)) == {} and {"test_fewer", "test_more"}.isdisjoint(Stage.members)
+
+
 def test_a_kind_has_one_owner(registry: None) -> None:
     with refused(TypeError, "every", "cadence"):
 

@@ -497,6 +497,37 @@ def test_a_stage_that_asks_a_shape_for_its_shape_is_told_so(registry: None) -> N
         check_stage(Shaped())
 
 
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("slots as a list", ("update.mistyped_for_test", "slots()", "{name: Slot}")),
+        ("a shape as a slot", ("update.mistyped_for_test", "'m'", "Slot(block)", "(6, 5)")),
+        ("traits as a mapping", ("traits()", "Traits(...)", "entrywise")),
+        ("a slot of a wrong shape", ("update.mistyped_for_test/m [3, 3]", "[3, 6, 5]")),
+    ],
+)
+def test_a_stage_whose_hooks_return_another_type_is_told_so(
+    fault: str, says: tuple[object, ...], registry: None
+) -> None:
+    class Mistyped(Stage):
+        """d"""
+
+        kind: Literal["mistyped_for_test"] = "mistyped_for_test"
+
+        def slots(self, block: Any) -> Any:
+            found = {"slots as a list": [Slot(block)], "a shape as a slot": {"m": block}}
+            return found.get(fault, {"m": Slot((3,))})
+
+        def traits(self, block: Any) -> Any:
+            return {"entrywise": True} if fault == "traits as a mapping" else Traits()
+
+        def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+            return direction * state["m"]
+
+    with refused(LawError, *says):
+        check_stage(Mistyped())
+
+
 def test_a_sound_quantizer_gets_a_report() -> None:
     report = check_quantizer(BrokenQuantizer())
     assert len(report.held) == 10 and "draws no random numbers" in str(report)
