@@ -147,7 +147,9 @@ def numbers() -> dict[str, RecipeNumbers]:
             rates = [one.lr for one in own.values()]
             reached = all(one.steps < math.inf for one in own.values())
             run = [profile_of(name), profile_of(name, COUNTED), max(rates) / min(rates) if reached else None]
-            run.append(own["digits"].steps if own["digits"].steps < math.inf else None)
+            for tasks in (("digits",), ("python", "documentation")):
+                steps = sum(own[task].steps for task in tasks)
+                run.append(steps if steps < math.inf else None)
             accumulate = entries[entry_name(name)].accumulate
         own_numbers = (memory(name), milliseconds(name), gpu().milliseconds(name), *run)
         rounded = (None if one is None else float(f"{one:.4g}") for one in own_numbers)

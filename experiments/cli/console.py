@@ -103,7 +103,7 @@ def print_storage(optimizer: eigengraft.Optimizer) -> None:
 
 WIDE, PAGE = 160, 120
 """Least widths of tables in characters in a file or a pipe: of most tables, and of tables with much text (`expand`)."""
-_TEXT = 36
+_TEXT = 42
 """In a table with `expand`, the least width of the last column of texts, and the largest of those before it, except of
 the first. In characters."""
 _DIGITS = 7

@@ -162,8 +162,8 @@ RECIPE_GROUPS = (
 
 
 class RecipeNumbers(NamedTuple):
-    """Measured and counted numbers of a shipped recipe. `steps`, `time`, `rates` and `convolutional` are None if the
-    recipe was not run on the laptop track, a set of small tasks with target losses.
+    """Measured and counted numbers of a shipped recipe. `steps`, `time`, `rates`, `convolutional` and `text` are None
+    if the recipe was not run on the laptop track, a set of small tasks with target losses.
 
     state: bytes of state per parameter of GPT-2 small in float32, embeddings and vectors included.
     counted: counted milliseconds of the optimizer in a step of GPT-2 small on one H100, a lower bound.
@@ -174,6 +174,8 @@ class RecipeNumbers(NamedTuple):
     time: profile of time, the same score for the number of steps times the counted time of a step.
     rates: largest over smallest of the best learning rates of the tasks; None also if a target was not reached.
     convolutional: steps to the target of the task digits, a convolutional network; None also if it was not reached.
+    text: steps to the targets of the tasks python and documentation, small GPTs on text, added; None also if one was
+        not reached.
     accumulate: number of micro-batches into which batches were split in the runs on the track; None: they were not
         split.
     """
@@ -185,6 +187,7 @@ class RecipeNumbers(NamedTuple):
     time: float | None = None
     rates: float | None = None
     convolutional: float | None = None
+    text: float | None = None
     accumulate: int | None = None
 
 
@@ -284,6 +287,12 @@ def goals() -> tuple[Goal, ...]:
             "{steps:.2f}, factor {rates:.3g}",
             "least factor between the smallest and the largest of the best learning rates of the five tasks, all "
             "targets reached; then the profile of steps",
+        ),
+        first(
+            "language models",
+            lambda own: own.text or math.inf,
+            "{text:.0f} steps",
+            "fewest steps to the targets of two small tasks, a GPT on Python's sources and one on English, added",
         ),
         first(
             "convolutional networks",

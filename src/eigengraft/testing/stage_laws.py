@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eigengraft import Optimizer, Stage
 from eigengraft.errors import ContractError
 from eigengraft.optimizers.signals import OWN, Given
-from eigengraft.preconditioners import FirstMoment, SecondMoment, chain_slots, walk
+from eigengraft.preconditioners import FirstMoment, SecondMoment, walk
 from eigengraft.quantization import Float32
 from eigengraft.schedules import schedules
 from eigengraft.signals import PARTNER, SIDES, Signal, known_signals, requested
@@ -278,16 +278,17 @@ def _mixes(case: StageCase) -> str | None:
 
 def slots_follow_their_frame_when_signs_change(case: StageCase) -> None:
     """If all gradients change their sign, a slot with frame "vector" changes its sign, and a slot with frame "square",
-    "row" or "column" does not. Other changes of the basis are not tried, because a stage need not follow them.
+    "row" or "column" does not. Slots of chains inside the stage are not compared, because the signs of a basis that the
+    stage gives them may follow the gradients.
     """
     for block in case.blocks:
         with on(block):
             bench, (_, plain) = case.bench(block), case.trajectory(block)
             bench.run(-case.gradients(block))
-            for key, slot in bench.declared.items():
+            for name, slot in case.component.slots(block).items():
+                key, odd = str(StateKey(None, case.who, name)), slot.frame == "vector"
                 if slot.frame == "none":
                     continue
-                odd = slot.frame == "vector"
                 what = f"{key} (frame '{slot.frame}') for the gradients -G, and {'minus ' * odd}{key} for G"
                 require_close(bench.tensors[key], plain.tensors[key] * (-1 if odd else 1), 1e-10, what, lambda: _FRAME)
 
@@ -301,7 +302,7 @@ def _no_frames(case: StageCase) -> str | None:
     """Return why signs are not tried. State that follows the values of signals does not follow the gradients alone."""
     if case.component.cached_traits().signals:
         return "it asks for signals, which keep their sign"
-    slots = (slot for block in case.blocks for _, _, slot in chain_slots((case.component,), block))
+    slots = (slot for block in case.blocks for slot in case.component.slots(block).values())
     return None if any(slot.frame != "none" for slot in slots) else "no slot has a frame"
 
 
