@@ -184,7 +184,7 @@ class BackwardGather:
         begun, changed = torch.stack([sums[BEGUN], sums[CHANGED]]).tolist()
         while (
             self._next < len(begun) and begun[self._next]
-        ):  # another rank has begun this round, and waits for this rank
+        ):  # another rank has begun to send it, and waits for this rank
             self._begin()
         ranks = self.comm_plan.rank_group.size
         good = {i: work for i, work in enumerate(self._works) if begun[i] == ranks and not changed[i]}

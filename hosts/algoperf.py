@@ -51,7 +51,7 @@ def get_batch_size(workload_name: str) -> int:
     for name in sorted(BATCH_SIZES, key=len, reverse=True):  # variants have longer names, as imagenet_vit_glu
         if workload_name.startswith(name):
             return BATCH_SIZES[name]
-    raise ValueError(f"workload '{workload_name}' has no batch size; the workloads are {', '.join(BATCH_SIZES)}")
+    raise ValueError(f"there is no workload '{workload_name}'; the workloads are {', '.join(BATCH_SIZES)}")
 
 
 def init_optimizer_state(

@@ -327,7 +327,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def signals_at(self, step: int) -> frozenset[str]:
-        """Return the names of the signals that the stage needs in step number `step` of a block."""
+        """Return the names of the signals (inputs beside the gradient) that the stage needs in a step of a block."""
         cadence, earliest = self.cadence(), 0 if self.cached_traits().lagged else 1
         refreshes = cadence is not None and cadence.possible(step, earliest)
         return frozenset(own.name for own in self.requests if own.needed_at(step, refreshes))

@@ -39,10 +39,11 @@ class Location(NamedTuple):
 class Quantizer(Component, ABC, family="quantizer"):
     """A map between a slot `[N, *shape]` and the plain tensors `[N, ...]` in which the slot is stored.
 
-    An encoded slot has the state keys "<slot>/<name of a tensor>". All quantizers satisfy three laws: the encoding of a
-    row does not depend on other rows, zero is decoded as zero, and arguments are not changed.
+    An encoded slot has the state keys "<slot>/<name of a tensor>". All quantizers satisfy three laws: the
+    encoding of one of the N blocks does not depend on other blocks, zero is decoded as zero, and arguments are not
+    changed.
 
-    roles: roles of the slots that the quantizer can store; () for all roles.
+    roles: purposes of slots (`Slot.role`) that the quantizer can store; () for all roles.
     """
 
     roles: ClassVar[tuple[str, ...]] = ()

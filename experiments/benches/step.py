@@ -108,9 +108,11 @@ def shape_set(name: str) -> Shapes:
     if not given:
         return SETS[kind]()
     known = SETS[kind].__annotations__.keys() - {"return"}
-    if dimension not in known or not number.isdecimal() or int(number) == 0:
-        options = ", ".join(f"{kind}:{own}=NUMBER" for own in sorted(known)) or f"{kind} alone"
-        raise RecipeError(f"sets: '{name}' must set a dimension of {kind} to a whole number above 0; write {options}")
+    options = ", ".join(f"{kind}:{own}=NUMBER" for own in sorted(known)) or f"{kind} alone"
+    if dimension not in known:
+        raise RecipeError(f"sets: '{name}': {kind} has no dimension '{dimension}'; write {options}")
+    if not number.isdecimal() or int(number) == 0:
+        raise RecipeError(f"sets: '{name}': {dimension} must be a whole number above 0; write {options}")
     return SETS[kind](**{dimension: int(number)})
 
 
@@ -370,7 +372,7 @@ class StepBench(Bench):
         return sets
 
     def problems(self) -> Sequence[Problem]:
-        @cache  # the machine is measured once for all problems, with the declared number of threads
+        @cache  # the rates of products and copies are measured once for all problems, with the threads of the bench
         def card() -> Card:
             return measured_card(self.target_device(), getattr(torch, self.dtype), CLOCKS[self.clock])
 

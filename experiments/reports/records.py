@@ -568,9 +568,9 @@ def _renamed(records: Records, texts: Mapping[str, str]) -> Records:
     for axis, before in records.axes.items():
         after = [texts.get(label, label) for label in sorted(before)]
         if twice := next((text for text in after if after.count(text) > 1), None):
+            alike = " and ".join(f"'{label}'" for label in sorted(before) if texts.get(label, label) == twice)
             raise ArgumentError(
-                "labels",
-                f"two labels of {axis} would become '{twice}', and their runs would be averaged; give other names",
+                "labels", f"{alike} of {axis} would both be '{twice}', and their runs be averaged; give other names"
             )
     renamed = [{axis: texts.get(label, label) for axis, label in run.labels.items()} for run in records.runs]
     cells = {cell_name(run.labels): cell_name(own) for run, own in zip(records.runs, renamed, strict=True)}

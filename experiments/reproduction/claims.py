@@ -158,8 +158,8 @@ class StudyResults:
 
     rows: one row for each run.
     made: date, machine and versions, as far as they were recorded.
-    timed: True if the cells train for equal seconds, each with its own number of steps.
-    compare: axis whose labels are compared; "" if it is not known.
+    timed: True if all runs train for equal seconds, with different numbers of steps.
+    compare: the axis of the study along which methods are compared; "" if it is not known.
     """
 
     rows: tuple[ResultRow, ...]

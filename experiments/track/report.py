@@ -66,7 +66,9 @@ class Ranking(Component):
 
 
 def read_rankings(folder: Path) -> dict[str, Ranking]:
-    """Return the published rankings in a folder by name; {} if there are none. Raises RecipeError."""
+    """Return rankings of optimizers in publications, by name, from a file in the folder of a track; {} if it has none.
+    Raises RecipeError.
+    """
     path = folder / PUBLISHED
     return {k: validated(Ranking, v, k) for k, v in read_yaml(path).items()} if path.is_file() else {}
 

@@ -151,8 +151,8 @@ def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:
     for name, (_, parameter) in zip(canonical_names([name for name, _ in named], model), named, strict=True):
         info, shape = known.pop(name, None), tuple(parameter.shape)
         if info is None or info.shape != shape:
-            found = "no parameter of that name" if info is None else f"a parameter of shape {info.shape}"
-            raise ValueError(f"submodel: {name}: the parameter has shape {shape} in the layers, but `full` has {found}")
+            found = "no such parameter" if info is None else f"a parameter `{name}` of shape {info.shape}, not {shape}"
+            raise ValueError(f"submodel: {name}: `full` has {found}; `full` must contain all of the layers")
         own[id(parameter)] = info
     return DescribedParameters(named, own, tuple(known.values()))
 

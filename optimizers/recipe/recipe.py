@@ -363,7 +363,8 @@ class Recipe(UpdateRule):
         return self.replace(total_steps=steps) if self.lacks_total_steps() else self
 
     def rules(self) -> dict[str, Recipe | Route]:
-        """Return the update rules by path: the recipe's own under "", a route's under "routes.<name>"."""
+        """Return the update rules by path: that of the recipe itself under "", and those of its `routes` under
+        "routes.<name>"."""
         return {"": self, **{f"routes.{route.name}": route for route in self.routes}}
 
     def decays_in_gradient(self) -> bool:

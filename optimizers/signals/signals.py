@@ -590,7 +590,7 @@ class Signals:
         return SignalCall(signal, values, wanted, needed)
 
     def _missing(self, call: SignalCall, param_set: ParamSet) -> ValueError:
-        """Return the error about a signal that some parameters require and do not have."""
+        """Return the error about a signal without a value, which the updates of some parameters require."""
         names = [param_set.names[at] for at in call.needed if at not in call.values]
         got = f"none for {name_some(names, 3)}" if names else "none on a rank"
         name = call.signal.name

@@ -372,7 +372,7 @@ class ActiveBlocks:
 
     @cached_property
     def rows(self) -> Tensor | None:
-        """Indices in the whole stack of the n blocks of this step, `[n]` on the device. None: all blocks take part."""
+        """Indices of the n blocks of the stack that take part in a step, `[n]` on the device. None: all take part."""
         return None if self.places is None else kept_on_device(self.places, self.stack.device)
 
     @cached_property

@@ -486,8 +486,8 @@ def never(stacks: Sequence[StackState], recipe: Recipe) -> str | None:
     constrained = [dotted(path, "constraints") for path, own in recipe.rules().items() if own.constraints]
     if fields := [*["averaging"] * (recipe.averaging is not None), *constrained]:
         return (
-            f"{', '.join(fields)} may use numbers that the host computes in each step, and the graph would repeat "
-            "those of the captured step; remove the field, or set `graph: false`"
+            f"{', '.join(fields)} may use numbers that the host computes anew in each step, and a graph would use "
+            f"those of one step in all steps; remove {', '.join(fields)}, or set `graph: false`"
         )
     given = {name for own in stacks for name in (*own.signals, *own.totals)} - CAPTURED_SIGNALS
     if given:

@@ -381,7 +381,7 @@ class ParamSet:
             self.exchange.report_failed_roots(own.path, bad)
 
     def _stack_step(self, blocks: ActiveBlocks, exchange: LocalStep) -> StackStep:
-        """Return everything that the program of a stack needs for one step: gradients, step counts, signals, rates."""
+        """Return the inputs of the chain of a stack for one step: gradients, step counts, signals, rates."""
         gradient, step = exchange.gather(blocks, "gradients"), exchange.step
         context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, exchange))
         mask = None if step.mask is None else step.mask[blocks.param_index]

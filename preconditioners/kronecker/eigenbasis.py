@@ -271,7 +271,7 @@ class Eigenbasis(Factored, DelayedRefresh):
     def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
         """Compute the new bases of several axes, whose matrices have the same shape, as one stack.
 
-        Return for each axis the change of basis, and with it success, attempt and diagonal, as in `_Solved`.
+        Return a tuple for each axis. Its type `_Solved` says what it contains.
         """
         parts = len(axes)
         old, found, diagonal = self._computed(state, axes, context)

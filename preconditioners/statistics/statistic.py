@@ -173,7 +173,7 @@ class Axes(Component):
 
     @cached_property
     def _known(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Cache of `of`, by shape of the block."""
+        """The axes that `of` has returned before, by shape of the block."""
         return {}
 
     def _chosen(self, block: tuple[int, ...]) -> Sequence[int]:
@@ -274,7 +274,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
     def _options_matter(self) -> Self:
         if self.source != "orthogonalized" and self.polar != type(self).model_fields["polar"].default:
             raise ValueError(
-                f"polar: has no effect with source '{self.source}'; remove it, or set source: orthogonalized"
+                f"polar: has no effect with source '{self.source}'; remove polar, or set `source: orthogonalized`"
             )
         if self.trace_floor and not self.trace_scaling:
             raise ValueError(f"trace_floor: {self.trace_floor} has no effect with trace_scaling 0; remove it")

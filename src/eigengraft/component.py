@@ -266,8 +266,9 @@ class Component(BaseModel, metaclass=ComponentType):
                 )
             raise PydanticCustomError(
                 "missing_kind",
-                "a {family} is required: an instance, a mapping with 'kind'{hint}, or one of the kinds {kinds}",
+                "{article} {family} is required: an instance, a mapping with 'kind'{hint}, or one of the kinds {kinds}",
                 {
+                    "article": "an" if cls.family_name[0] in "aeiou" else "a",
                     "family": cls.family_name,
                     "hint": f" ({{{meant}}})" if meant else "",
                     "kinds": ", ".join(sorted(cls.members)),

@@ -162,8 +162,9 @@ def per_block(values: Tensor, like: Tensor) -> Tensor:
 def finite_blocks(x: Tensor) -> Tensor:
     """Return bool `[N]`, True for blocks whose entries are all finite.
 
-    On a CPU every entry is checked only if the sum of all entries is not finite. A device computes the largest size of
-    each block by one kernel that reads x once; `isfinite` would take four kernels that read and write as many entries.
+    On a CPU every entry is checked only if the sum of all entries is not finite. On a device, one kernel reads x and
+    finds the largest absolute entry of each block, which is finite if all entries are. `isfinite` would take four
+    kernels that read and write as many entries.
     """
     if may_branch_on_values(x) and math.isfinite(float(x.sum())):
         return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)

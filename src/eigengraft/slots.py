@@ -259,7 +259,7 @@ class DelayedRefreshes(Protocol):
     ) -> None:
         """Begin to compute the results of a refresh.
 
-        state: state of the rows that are refreshed. `finish` stores the results in the pending slots of this state.
+        state: state of the n blocks that are refreshed. `finish` stores the results in its slots of role "pending".
         seeds: `[n]`, seed of each block, which identifies the block.
         what: text for errors, "<stage path>: solve() at step <t>".
         solve: function that returns the results, by name of the pending slot. It reads nothing that a step changes.

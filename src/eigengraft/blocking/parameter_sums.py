@@ -29,10 +29,12 @@ of all blocks of the same parameter, `[N]`."""
 
 
 def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence[NDArray[np.int64]]) -> list[_T]:
-    """Run the computations of stacks that share parameters, and return their results.
+    """Run the computations of stacks of blocks, some of which request sums over all blocks of a parameter. Return their
+    results.
 
-    Numbers are added in the order of stacks and rows. An exception in one computation ends all of them. Raises
-    ContractError unless all stacks compute the same number of sums.
+    The blocks of a parameter may be in several stacks. Numbers are added in the order of the stacks, and within a stack
+    in the order of its blocks. An exception in one computation ends all of them. Raises ContractError unless all stacks
+    request the same number of sums.
 
     runs: the computation of each stack. It receives the function by which it requests sums, `ParameterSum`.
     param_ids: for each stack, the number of each block's parameter, `[N]`.

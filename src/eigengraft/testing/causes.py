@@ -37,8 +37,8 @@ RANDOM_NUMBERS: Mapping[str, str] = {
     "root_solver": "a `torch.Generator` that every call makes anew from one seed",
     "basis_solver": "a `torch.Generator` that every call makes anew from one seed",
     "polar_solver": "a `torch.Generator` that every call makes anew from one seed",
-    "averaging": "`eigengraft.noise.words` of the bits of each entry and its step, as the constraint `rounding` does",
-    "constraint": "`eigengraft.noise.words` of the bits of each entry and a slot with its step, as `rounding` does",
+    "averaging": "`eigengraft.noise.words`, called with the bits of each entry and its step, as `rounding` does",
+    "constraint": "`eigengraft.noise.words`, called with each entry's bits and a step in a slot, as `rounding` does",
 }
 """Text for errors: where members of a family must get random numbers from, by family."""
 

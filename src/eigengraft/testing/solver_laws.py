@@ -418,8 +418,8 @@ def bounds_of_a_stack_are_those_of_its_matrices(case: BoundCase) -> None:
 
 
 def bounds_scale_with_the_matrix(case: BoundCase) -> None:
-    """upper(c A) = c upper(A) for c from 1e-30 to 1e30, in float32. The bound of a zero matrix is 0, and an empty stack
-    of matrices gives an empty result.
+    """The method `upper`, a bound of the largest eigenvalue, has upper(c A) = c upper(A) for c from 1e-30 to 1e30, in
+    float32. The bound of a zero matrix is 0, and an empty stack of matrices gives an empty result.
     """
     a = definite(dtype=torch.float32)
     upper = case.component.upper(a)
