@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eigengraft.component import Component
+from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.errors import counted, near_path
 
 IN_LIBRARY = "python:"
@@ -218,9 +219,9 @@ class TaskError(RuntimeError):
 def located_call(task: Task, method: str, dataset: Dataset | None = None) -> Iterator[None]:
     """Raise TaskError in place of an error in the block, which calls `method` of the task or of its dataset.
 
-    The new error names the method, and the last line that was reached in the file of its class. A TaskError is not
-    changed. A ValueError of the library itself says what to do, and is not replaced. It gets a note with the line if
-    the class is not one of the library.
+    The new error names the method, and the last line that was reached in the file of its class. An error of a task and
+    the error about a lost rank are not changed. A ValueError of the library itself says what to do, and is not
+    replaced. It gets a note with the line if the class is not one of the library.
 
     dataset: dataset whose method is called; None: the method is one of the task.
     """
@@ -231,7 +232,7 @@ def located_call(task: Task, method: str, dataset: Dataset | None = None) -> Ite
     except Exception as error:  # code of the user may raise any error
         frames = list(traceback.walk_tb(error.__traceback__))
         own = str(frames[-1][0].f_globals.get("__name__")).startswith("eigengraft.")
-        if isinstance(error, TaskError):
+        if isinstance(error, TaskError | DistributedError):
             raise
         code = getattr(getattr(owner, method), "__code__", None)
         file = code.co_filename if code is not None else frames[-1][0].f_code.co_filename

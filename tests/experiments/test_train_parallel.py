@@ -329,7 +329,7 @@ ADVICE = " Give the same command again to continue from step 6, with any number 
         ("killed", 1, None),
         ("first", 0, None),
         ("told", 1, f"DistributedError: rank 1 of 2: {TOLD}{ADVICE}"),
-        ("failed", 1, "ValueError: the data of step 7 are gone"),
+        ("failed", 1, r"TaskError: .*Faulty\.batch\(\) raised ValueError: the data of step 7 are gone .*"),
     ],
 )
 def test_when_a_rank_is_lost_every_other_says_so(
