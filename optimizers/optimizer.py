@@ -26,9 +26,9 @@ from .param_groups import (
     Defaults,
     check_options,
     own_keys,
-    require_known,
     require_matches,
     require_names,
+    require_options,
     require_partners,
     unclear_heads,
     warn_of_options,
@@ -105,7 +105,7 @@ class Optimizer(ComposedOptimizer):
         captured = options.pop("capturable", None)
         described = DescribedParameters.of(params)
         self.recipe = load_recipe(recipe, overrides)
-        require_known(options, self.recipe)
+        require_options(options, self.recipe)
         check_options(options, "Optimizer")
         if captured is not None and captured != self.recipe.graph:
             self.recipe = self.recipe.replace(graph=captured)

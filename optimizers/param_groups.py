@@ -77,7 +77,7 @@ def _other_names(key: str) -> list[str]:
     return [_OTHER_NAMES[key]] if key in _OTHER_NAMES else []
 
 
-def require_known(options: Mapping[str, Any], recipe: Recipe) -> None:
+def require_options(options: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise TypeError if an option of `Optimizer` or `compose` is unknown. The error suggests the nearest option, or
     the overrides of the recipe that mean the same.
     """

@@ -23,7 +23,6 @@ from pydantic import (
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    PydanticUserError,
     ValidationError,
     model_validator,
 )
@@ -78,19 +77,6 @@ class ComponentType(ModelMetaclass):
     # The metaclass of components. It defines calls of a component, and what `help`, `dir` and completion show.
 
     if not TYPE_CHECKING:  # without a signature of `__call__`, type checkers check calls against a component's fields
-
-        def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
-            """Make a class. Raise TypeError for a field without a type, which pydantic calls another error."""
-            try:
-                return super().__new__(mcs, name, bases, namespace, **options)
-            except PydanticUserError as error:
-                field = re.search(r"`(\w+) = (.*?)`", str(error))
-                if error.code != "model-field-missing-annotation" or field is None:
-                    raise
-                kind = type(namespace[field[1]]).__name__
-                raise TypeError(
-                    f"{name}: the field `{field[1]}` needs a type; write `{field[1]}: {kind} = {field[2]}`"
-                ) from None
 
         def __call__(cls, *values: object, **fields: object) -> Any:
             """Return an instance.
@@ -268,7 +254,7 @@ class Component(BaseModel, metaclass=ComponentType):
                 "missing_kind",
                 "{article} {family} is required: an instance, a mapping with 'kind'{hint}, or one of the kinds {kinds}",
                 {
-                    "article": "an" if cls.family_name[0] in "aeiou" else "a",
+                    "article": "an" if str(cls.family_name)[0] in "aeiou" else "a",
                     "family": cls.family_name,
                     "hint": f" ({{{meant}}})" if meant else "",
                     "kinds": ", ".join(sorted(cls.members)),

@@ -289,16 +289,6 @@ def test_members_are_final(registry: None) -> None:
     assert "test_rms" not in Stage.members
 
 
-def test_a_field_without_a_type_is_named(registry: None) -> None:
-    with refused(TypeError, "Untyped", "beta: float = 0.9"):
-
-        class Untyped(Cadence):
-            kind: Literal["test_untyped"] = "test_untyped"
-            beta = 0.9
-
-    assert "test_untyped" not in Cadence.members
-
-
 def test_a_method_with_other_arguments_is_refused_when_its_class_is_defined(registry: None) -> None:
     with refused(TypeError, "slots(self, block)", "slots(self)"):
 
