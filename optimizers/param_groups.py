@@ -89,7 +89,7 @@ def require_options(options: Mapping[str, Any], recipe: Recipe) -> None:
         found = meant_overrides(key, options[key], recipe)
         meant |= found
         others += [] if found else [key]
-    hint = "".join(did_you_mean(key, _OPTIONS, first=_other_names(key)) for key in others[:1])
+    hint = did_you_mean(others[0], _OPTIONS, first=_other_names(others[0])) if others else ""
     advice = f"; pass overrides={meant}" if meant else ""
     if others and not hint:
         advice += f"; if '{others[0]}' is an option of another library, docs/from-torch.md has the field"

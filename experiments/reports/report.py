@@ -382,8 +382,7 @@ class Report:
         base, level, compared = panel.baseline, None, metric is panel.metric
         if compared and base is not None and base.final is not None and math.isfinite(base.final.mean):
             level = figures.Level(base.final.mean, f"{base.title}, final", base.style)
-        options: dict[str, Any] = {"level": level, "log": self.log, "width": self.width}
-        return figures.draw_curves(curves, ABSCISSAS[along], metric.title, **options)
+        return figures.draw_curves(curves, ABSCISSAS[along], metric.title, level=level, log=self.log, width=self.width)
 
 
 def templates() -> Environment:
