@@ -39,7 +39,7 @@ VARYING = (
     (re.compile(r"(?:\b\w+, ){5,}\w+"), "<list>"),
     (re.compile(r"\b(kinds(?: are)?) \w+(?:, \w+)+"), r"\1 <list>"),
     (re.compile(r"(that accepts it) \([^)]*\)"), r"\1 (<list>)"),
-    (re.compile(r"(unknown \w+ kind '[^']*')(?:, did you mean '[^']*'\?| \(the kinds are [^)]*\))"), r"\1"),
+    (re.compile(r"(unknown \w+ kind '[^']*')(?:, did you mean [^?]*\?| \(the kinds are [^)]*\))"), r"\1"),
 )
 """Parts of messages that differ between runs or machines, and their replacements: frames, folders, addresses, hashes,
 versions, lines, times, measured numbers, and lists of kinds and the nearest kind, to which tests add their own."""

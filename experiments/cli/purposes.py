@@ -92,7 +92,10 @@ STAGES = (
     Purpose(
         "Combinators",
         "to combine chains: one's direction with another's size, a subspace and the rest, several at once",
-        ("graft", "sum", "chain", "transform", "split", "projected", "partner_basis", "noise_metric", "identity"),
+        (
+            *("graft", "sum", "chain", "transform", "split", "projected", "partner_basis", "noise_metric"),
+            *("row_gains", "identity"),
+        ),
     ),
 )
 """Kinds of stages by purpose."""

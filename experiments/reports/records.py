@@ -589,9 +589,9 @@ def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:
     study, tuned = manifest["study"], read_tuned(directory)
     metric = metric_of(study["metric"], study["larger"])
     if not tuned and all(run.status(metric) == "missing" for run in runs):
-        raise ValueError(
-            f"report: none of the study's runs in {directory} has started ({len(runs)} planned); run the study first"
-        )
+        search = directory / "tuning"
+        remedy = f"its search may still run, whose runs are in {search}" if search.is_dir() else "run the study first"
+        raise ValueError(f"report: none of the study's runs in {directory} has started ({len(runs)} planned); {remedy}")
     target = None if study["target"] is None else Target(**study["target"])
     declared = (study["name"], study["description"], metric, manifest["compare"], manifest["baseline"])
     return Records(*declared, runs, tuned, target, study["equal"], tuned_in=study["tuned_in"])

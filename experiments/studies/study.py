@@ -83,6 +83,12 @@ def axis_choices(axis: str, choices: Any) -> Any:
     if isinstance(choices, Mapping) and choices and all(isinstance(some, (list, tuple)) for some in choices.values()):
         return _zipped(axis, choices)
     if isinstance(choices, Mapping):
+        for label, changes in choices.items():
+            if not isinstance(changes, Mapping):
+                raise ValueError(
+                    f"{axis}.{label}: a mapping {{path: value}} is required, such as {{{axis}: {as_label(changes)}}}, "
+                    f"got {changes!r}"
+                )
         return {as_label(label): changes for label, changes in choices.items()}
     if not isinstance(choices, (list, tuple)) or not choices:
         raise ValueError(f"{axis}: must be a list of values or a mapping label -> {{path: value}}, got {choices!r}")

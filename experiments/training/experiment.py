@@ -61,7 +61,10 @@ class Experiment(Component):
             ("beta", "betas", "eps", "momentum"), "it is a field of a stage: `update.rms.beta=0.99`, for example"
         ),
         **dict.fromkeys(("epochs", "max_steps"), "`steps` is the length of a run, in steps of the optimizer"),
-        **dict.fromkeys(("seeds", "axes", "baseline"), "it belongs to a study, which `eigengraft ablate` runs"),
+        **dict.fromkeys(
+            ("seeds", "axes", "baseline", "equal", "exclude", "metric", "settings", "target", "tune"),
+            "it belongs to a study, beside `base`; `eigengraft ablate` runs studies",
+        ),
         ".": "dotted paths go into the list `overrides`, as 'path=value'",
     }
     imports: tuple[str, ...] = Field(default=(), strict=False, description="files or modules that define components")

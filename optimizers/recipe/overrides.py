@@ -28,10 +28,18 @@ def json_value(text: str) -> Any:
     """Return the JSON value of a text (a number, true, null, a list), or the text itself if it is not JSON.
 
     Decimal numbers that JSON does not allow, such as "+1", "1." and ".5", are converted too.
+
+    Raises:
+        RecipeError: the text begins as a JSON list or mapping, and is not JSON.
     """
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except json.JSONDecodeError as error:
+        if text.startswith(("{", "[")):
+            raise RecipeError(
+                f"overrides: the list or mapping {text} is not JSON ({error}); write names in double quotes, or give "
+                "overrides as a mapping {path: value}"
+            ) from None
         return float(text) if _NUMBER.fullmatch(text) else text
 
 

@@ -259,7 +259,10 @@ class FiniteCheck:
         """
         for name, gradient in zip(self.names, given.gradients, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
-                raise TypeError(f"{name}: a dense gradient is required, got layout {gradient.layout}")
+                raise TypeError(
+                    f"{name}: a dense gradient is required, got layout {gradient.layout}; an nn.Embedding makes dense "
+                    "gradients with sparse=False"
+                )
         survey = self.survey(given)
         present = survey.agreed() if self._on_host else given.present
         idle = given.rates.idle(survey.nonzero)

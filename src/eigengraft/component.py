@@ -642,6 +642,8 @@ def _fault(detail: Any, data: Any, where: str) -> str:
         return f"{path}: required, got nothing"
     if detail["type"] in _REQUIRED:
         message = _REQUIRED[detail["type"]]
+        if detail["type"] == "tuple_type" and isinstance(got, (int, float, str)):
+            message += f", such as [{short(got)}]"
     field, whole = message.partition(": ")[0], isinstance(got, Mapping)
     if whole and field in got:
         got, whole = got[field], False

@@ -62,10 +62,14 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, first: Iterable[str] = ()) -> str:
     """Return the question "did you mean ...?" for an unknown name, as the end of an error; "" if no known name is near.
 
-    first: names to suggest before any near name.
+    Names that are equally near, such as int4 and int8 for int9, are all suggested, up to three.
+
+    first: names to suggest in place of near names.
     """
-    near = [*first, *near_names(name, known, cutoff)]
-    return f", did you mean '{near[0]}'?" if near else ""
+    near = list(first)[:1] or near_names(name, known, cutoff)
+    far = [(typing_errors(name, other), _letters(name) != _letters(other)) for other in near]
+    equal = [f"'{other}'" for other, own in zip(near, far, strict=True) if own == far[0]][:3]
+    return f", did you mean {' or '.join(equal)}?" if near else ""
 
 
 _VERY_SIMILAR = 0.75

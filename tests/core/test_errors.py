@@ -35,6 +35,7 @@ def test_the_nearest_of_shipped_recipes_is_suggested_or_none() -> None:
         ("mu", ["muon"], ""),
         ("kron", ["aro", "psgd_kron"], "psgd_kron"),
         ("adam_w", ["adam_h", "adamw"], "adamw"),
+        ("int9", ["bf16", "int8", "int4"], "int8' or 'int4"),
         ("weight_deacy", ["weight_decay", "weight"], "weight_decay"),
     ],
 )
