@@ -614,7 +614,7 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
         if dead:  # without gradients no learning rate lets the loss fall
             first = [one for one in first if one.kind != "stalled"]
         found = [*start, *dead, *first]
-    elif found[0].kind == "initialization":  # huge inputs overflow too, with any weights
+    elif found[0].kind == "initialization":  # huge inputs make outputs overflow too
         found = [*(one for one in _first_batch(record, notes, sick=True) if one.kind == "inputs"), *found]
     if not found:
         found += _generalization(record)
@@ -640,12 +640,12 @@ def _setting(config: Mapping[str, Any], *path: str) -> Any:
 
 
 def _lower(record: Record) -> str:
-    """Return advice to lower the learning rate. Its factor is computed from the size of the first update.
+    """Return advice to divide the learning rate by a factor, which is computed from the size of the first update.
 
-    The size is |update| / |weight|, see `Record.first_step`. The factor is the ratio of this size to `Record.target`, a
-    healthy size. If the factor is less than REMARKABLE, the advice is to divide the rate by REMARKABLE until the loss
-    falls. If no finite size was measured, it is to divide the rate by 10 until the loss falls. Later updates do not
-    count: their size follows from the weights and gradients of a run that diverges.
+    The size is |update| / |weight|, see `Record.first_step`. The factor is this size divided by `Record.target`, a
+    healthy size. If the factor is less than REMARKABLE, the advice is to divide by REMARKABLE until the loss falls. If
+    no finite size was measured, it is to divide by 10 until the loss falls. The sizes of later updates are not used,
+    because the run may already diverge then.
     """
     first = record.first_step
     if first is None or not math.isfinite(first):
@@ -665,11 +665,12 @@ def _slow(record: Record) -> str:
 
 
 def _raise(record: Record) -> str:
-    """Return advice about a loss that does not fall. Small updates give the advice to raise the learning rate.
+    """Return advice about a loss that does not fall. It depends on the largest measured ratio |update| / |weight|.
 
-    The factor brings the largest measured ratio |update| / |weight| to `Record.target`, and the rate to at most FAR
-    times that of the recipe. If the updates were large enough to change the weights by their own norm, the advice is
-    not to raise the rate.
+    If all updates were 0, the advice is to set the learning rate. If the ratio was small, it is to multiply the rate by
+    a factor. The factor brings the ratio to `Record.target`, but the rate to at most FAR times that of the recipe or
+    REMARKABLE times its own, whichever is more. In all other cases, the advice is to train longer or to try other
+    rates. A ratio is not small if the updates of the whole run could change the weights by their own norm.
     """
     own, largest = record.recipe_rate, record.largest_step
     if record.rate == 0 or (largest == 0 and record.has_gradients):  # all updates were rounded to 0
@@ -749,7 +750,7 @@ def _rate(record: Record) -> str:
 
 
 def _init(record: Record) -> str:
-    """Return advice to choose other initial weights if the task has the setting."""
+    """Return advice to set `task.init` to `spectral`, "" if the task has no such field or it is set already."""
     task = record.run.config.get("task", {})
     return ", or set `task.init: spectral`" if task.get("init", "spectral") != "spectral" else ""
 
@@ -924,7 +925,10 @@ def _step_size(record: Record) -> str:
 
 
 def _route(record: Record, layer: str) -> str:
-    """Return a clause about the route of a layer if the route multiplies the learning rate, else an empty text."""
+    """Return a clause about the factor by which the recipe multiplies the learning rate of a layer.
+
+    Return "" if the factor is 1, or if the task cannot be loaded.
+    """
     if not any(route.get("lr_multiplier", 1) != 1 for route in record.run.config.get("recipe", {}).get("routes", ())):
         return ""
     if isinstance(record.initial, Exception):

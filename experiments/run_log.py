@@ -171,7 +171,7 @@ def _first_fault(rows: Sequence[Mapping[str, Any]]) -> Fault:
     finite = [one for one in rows[:place] if one[column] is not None]
     last = f"; it was {finite[-1][column]:.4g} at step {finite[-1]['step']}" if finite else ", its first row"
     text = f"the {name} loss is {row[column + NOT_FINITE]} at step {row['step']}{last}"
-    # Validation data are the cause only if no training loss is lost, now or later.
+    # Validation data are the cause only if training losses were logged, and none of the whole run is NaN or infinite.
     trains = any(one["loss"] is not None for one in rows[: place + 1]) and not any(is_lost(one, "loss") for one in rows)
     cause: FaultCause = "validation data" if trains else "loss not finite"
     return Fault("loss" if training else "evaluation", cause, row["step"], "", text)

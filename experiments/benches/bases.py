@@ -1,4 +1,7 @@
-"""Eigenbases of a drifting statistic: orthogonality, off-diagonal ratio and time of each solver, refresh by refresh."""
+"""A bench of solvers for eigenbases that are refreshed while their matrix drifts, as the statistics of a training do.
+
+It measures at several refreshes how orthogonal a basis is, how far it is from the eigenvectors, and the time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The budget of a model: for each layer the solver, interval and storage of least cost whose error is below a bound."""
+"""A bench that chooses how to compute and store the roots of each layer of a model.
+
+For each layer it finds the root solver, the interval between refreshes and the quantizer that cost least, among those
+with an error of at most a bound.
+"""
 
 from __future__ import annotations
 
@@ -84,10 +88,11 @@ class BudgetBench(DampedBench):
         ]
 
     def _layers(self) -> dict[str, list[list[Tensor]]]:
-        """Return by name of a layer its factors (accumulated statistics), each in several steps, the last step first.
+        """Return, by name of the layer, its factors: the accumulated statistics of its axes.
 
-        For each interval the factor of `interval - 1` steps before the last is among them: with a root every `interval`
-        steps, the root in use was computed from this factor or a newer one.
+        Each factor is a list of the tensors that it was in several steps: first in the last step, then, for each
+        interval, `interval - 1` steps before the last. If roots are computed every `interval` steps, a root in use is
+        at most so old. Without `record`, each factor has only one tensor.
         """
         found: dict[str, list[list[Tensor]]] = {}
         if self.record is not None:

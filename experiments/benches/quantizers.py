@@ -1,4 +1,8 @@
-"""Quantizers: errors of a stored factor and of its root, bytes and time, over spectra, sizes and dtypes."""
+"""A bench of quantizers on symmetric matrices of several spectra, sizes and dtypes.
+
+It measures how far a matrix and its root are from the exact ones after storage, the stored bytes, and the times to
+encode and decode.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +83,10 @@ def parse_quantizers(value: Any) -> Any:
 
 
 def quantizer_label(quantizer: Quantizer) -> str:
-    """Return the kind, the inner format and the fields that differ from the defaults, except for `min_elements: 1`."""
+    """Return the name of a quantizer in tables: kind, inner quantizer, and the fields that differ from the defaults.
+
+    `inner` is the quantizer that this quantizer wraps, if it wraps one. `min_elements: 1` is not shown.
+    """
     return label(quantizer, without_least_size, always=("inner",)).replace(" inner=None", "").replace(" inner=", " ")
 
 

@@ -1,4 +1,8 @@
-"""Inverse roots: error, residual, definiteness, iterations and time of each solver over spectra, sizes and dtypes."""
+"""A bench of solvers for inverse roots, on matrices of several spectra, sizes and dtypes.
+
+It measures the error, the residual, the number of iterations and the time of each solver, and the shares of matrices
+that a solver did not reject and whose root is positive definite.
+"""
 
 from __future__ import annotations
 

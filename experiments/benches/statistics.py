@@ -47,7 +47,7 @@ class StageRunner:
         run_chain((self.stage,), self.state, gradient, gradient, self.context(gradient.device))
 
     def context(self, device: torch.device) -> StepContext:
-        """Return the context of the last step, with the signal lr = 1."""
+        """Return the numbers that the stage receives beside the gradient: steps and seeds of the blocks, and lr = 1."""
         rows = np.arange(self.blocks)
         steps = np.full(self.blocks, self.steps)
         return StepContext(steps, np.zeros(self.blocks), rows, device, seeds=rows, signals={"lr": 1.0})
@@ -112,9 +112,9 @@ def gain_error(held_out: Tensor, left: Tensor, right: Tensor) -> float:
 
 
 def gain_spread(held_out: Tensor, left: Tensor, right: Tensor) -> float:
-    """Return the median of |log10 gain - median log10 gain| over the gains that `gains` computes, one for each entry.
+    """Return the median absolute deviation of the log10 of gains from their median. See `gains` for the arguments.
 
-    A factor that all gains share is left out, because another learning rate would compensate for it.
+    A factor that all gains share has no effect, because another learning rate would compensate for it.
     """
     found = gains(held_out, left, right)
     return float((found - found.median()).abs().median())

@@ -394,8 +394,9 @@ class StepBench(Bench):
     def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
         """Yield one list with a row for each candidate of a problem.
 
-        A problem is a set of parameters and an interval, for candidates with the same algorithm. The candidates take
-        turns, so that other load of the machine affects all of them: in a round each of them makes one step.
+        A problem is a set of parameters and a number of steps between refreshes, for candidates with the same
+        algorithm. The candidates take turns, so that other load of the machine affects all of them: in a round each of
+        them makes one step.
         """
         shapes, cases, card = problem.make()
         interval = problem.fields["interval"]

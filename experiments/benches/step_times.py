@@ -1,4 +1,7 @@
-"""Steps of several optimizers in turn: times, operators, kernels and bytes of each."""
+"""Measurements of the steps of several optimizers: time, number of operators and kernels, and bytes of memory.
+
+The optimizers take turns, so that other load of the machine affects all of them.
+"""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def cell(
 ) -> CellText:
     """Return a function from rows to the text of one number of a column.
 
-    how: "first" for the value of the first row, else as in `number`.
+    how: "first" for the value of the first row, else as in `reduction`.
     form: function that formats the number. None becomes "" instead.
     of: function that selects rows first. If it selects none, the text is a dash.
     """

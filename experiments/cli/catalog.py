@@ -136,10 +136,11 @@ def _searched_text(what: str, row: Sequence[str]) -> str:
 
 
 def _nothing_found(what: str, sought: Sequence[str], lists: Iterable[str]) -> ValueError:
-    """Return the error about words that no entry of a list contains, with the headings of the list.
+    """Return the error of the command `list` for words that it has not found, with advice for another search.
 
-    what: first argument of the command. It names a list, or is a word that was sought in all lists.
-    lists: arguments that name a list.
+    what: first argument of the command: the name of a list, or a word that was sought in all lists.
+    sought: the words. No entry contains all of them.
+    lists: names of all lists.
     """
     missing = f"list: no entry{f' of {what}' if what in lists else ''} contains {' and '.join(sought)}"
     if what not in lists:
@@ -272,7 +273,10 @@ def print_kind(family: str, member: type[Component]) -> None:
 
 
 def print_chain(recipe: Recipe) -> None:
-    """Print as comments of YAML the path of each stage of a recipe, with the formula where a kind is named first."""
+    """Print the path of each stage of a recipe as comments of YAML.
+
+    The first stage of each kind is followed by the formula of the kind.
+    """
     shown = set[type]()
     for at, rule in recipe.rules().items():
         for path, stage in rule.stages(at):

@@ -65,7 +65,11 @@ def to_yaml(data: Any) -> str:
 
 
 def print_routing(optimizer: eigengraft.Optimizer) -> None:
-    """Print a row for each parameter as comments of YAML: route and reason, view, blocks and bytes of state."""
+    """Print a table with a row for each parameter, as comments of YAML.
+
+    It says which route of the recipe (rule for some parameters) applies and why, into which blocks the parameter is
+    split, and how many bytes its state has.
+    """
     rows = []
     for row in optimizer.routing_table():
         blocks = ", ".join(f"{count} x {_shape(shape)}" for shape, count in Counter(row.blocks).items())

@@ -132,8 +132,11 @@ MAX_ROWS = 16
 
 
 def columns(unit: str) -> list[tuple[str, Callable[[Plan], Any], str]]:
-    """Return (title, function, unit) of every column of the table. The function returns the values of all ranks `[R]`
-    of a plan.
+    """Return (title, function, unit) of every column of a table about the ranks of a plan.
+
+    The function returns the values of all ranks of a plan, `[R]`.
+
+    unit: unit of the work of a step, "FLOP" or "ms".
     """
     return [
         ("blocks", lambda plan: plan.blocks, ""),

@@ -1,6 +1,7 @@
-"""Families, stages and recipes by purpose, each group with a line on when one is needed, and recipes by goal.
+"""The groups in which `eigengraft list` prints families, stages and recipes.
 
-`eigengraft list` prints them.
+Members are grouped by purpose. Each group says when one of its members is needed. Recipes are also listed by goals of a
+user, such as "least memory".
 """
 
 from __future__ import annotations

@@ -358,11 +358,12 @@ def swept(records: Records) -> Records:
 
 
 def sweeps(records: Records) -> dict[str, list[Curve]]:
-    """Return curves of the final metric over a compared setting that is a number, such as the learning rate.
+    """Return curves of the final metric against the compared labels if these are numbers, such as learning rates.
 
-    The result has the curves of each figure, by its title. A figure has one curve for each method (label of the last
-    other axis), and there is one figure for each combination of the remaining settings. Diverged runs leave a gap, and
-    values without a finished run are left out. Return {} unless at least two values are compared, all of them numbers.
+    The result is a mapping from titles of figures to their curves. A figure has one curve for each method. Methods are
+    the labels of the last axis that is not compared. There is a figure for each combination of labels on all axes
+    before it. Diverged runs leave a gap, and labels without a finished run are left out. Return {} unless at least two
+    labels are compared, all of them numbers.
     """
     panels = compare(records)
     numbers = _numbers(panels)
@@ -394,17 +395,17 @@ def _last(panel: ComparisonPanel, records: Records) -> str:
 
 
 def _numbers(panels: Sequence[ComparisonPanel]) -> dict[str, float]:
-    """Return the labels of the rows as numbers, by label. Empty if there is one label, or if one is no number."""
+    """Return the labels of all rows as numbers, by label. Return {} for a single label, or if a label is no number."""
     numbers = {row.label: label_number(row.label) for panel in panels for row in panel.rows}
     return numbers if len(numbers) > 1 and all(map(math.isfinite, numbers.values())) else {}
 
 
 def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[ComparisonPanel]]]:
-    """Return the panels that compare the same numbers, such as learning rates, for several methods, in groups.
+    """Group the panels so that a group has one panel for each method, such as "adamw" and "soap".
 
-    Each item is (headings, panels). The panels of a group, two or more, differ only in their method, the label on the
-    last axis that is not compared. `headings` are their labels on all other axes. Return [] unless at least two labels
-    are compared, all of them numbers.
+    Methods are the labels of the last axis that is not compared. The panels of a group have equal labels on all axes
+    before it. Return (headings of these equal labels, panels) for each group with at least two panels. Return [] unless
+    at least two labels are compared, all of them numbers, such as learning rates.
     """
     panels = compare(records)
     groups = group_by((panel for panel in panels if panel.labels), lambda panel: panel.headings[:-1])
@@ -472,7 +473,11 @@ def _edge(panel: ComparisonPanel, best: ComparisonRow) -> str:
 
 
 def method_axis(records: Records) -> str | None:
-    """Return the axis of methods if each method is compared at its best learning rate (or other number), else None."""
+    """Return the axis whose labels are methods, such as "recipe", if the report compares methods at their best.
+
+    Return None if it does not. A method at its best has only the runs at its best learning rate, or at the best number
+    on the compared axis.
+    """
     rates = swept(records)
     return _methods(rates) if _by_conditions(rates) else None
 
@@ -483,7 +488,7 @@ def _methods(records: Records) -> str:
 
 
 def _baseline_method(records: Records) -> str:
-    """Return the method with which others are compared, each at its best learning rate: that of the first run."""
+    """Return the baseline of a comparison of methods: the method of the first run; "" if there are no methods."""
     axis = _methods(records)
     return named(axis, records.runs[0].labels[axis]) if axis else ""
 

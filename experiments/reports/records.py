@@ -343,9 +343,9 @@ FEW_EVALUATIONS = 5
 class Records:
     """All runs of a directory, and how reports compare them.
 
-    Runs are compared along the axis `compare`: reports show how the metric of each label differs from that of the label
-    `baseline`, for runs with equal labels on all other axes. Where these runs have none with the label `baseline`,
-    reports show no differences. Two records are equal only if they are the same object, so that functions of records
+    Runs are compared along the axis `compare`, if their labels on all other axes are equal. Reports show how the metric
+    of each label on this axis differs from that of the label `baseline`. They show no differences among runs none of
+    which has the label `baseline`. Two records are equal only if they are the same object, so that functions of records
     can be cached.
 
     name: name of the study or directory.
@@ -354,7 +354,8 @@ class Records:
     baseline: label of the baseline; empty: no differences are shown.
     tuned: results of searches, one for each cell.
     target: value of the metric to reach. Tables have the first step at which each row reaches it. None: no target.
-    equal: "steps" if each run has the steps of its configuration, "seconds" if each run trains as long as the baseline.
+    equal: "steps" if the configurations set the numbers of steps, "seconds" if all runs train for as many seconds as
+        the baseline.
     originals: label of the report -> label of the study, for labels that the report shows under other names.
     tuned_in: where the learning rates were tuned, if the study says so.
     """
@@ -536,7 +537,11 @@ def _compared_with(records: Records, baseline: str) -> Records:
 
 
 def _selected(records: Records, only: Iterable[str]) -> Records:
-    """Return the records with the runs that match `only` on each of its axes."""
+    """Return the records with only some of the runs.
+
+    only: patterns for labels of the compared axis, or `axis=pattern` for another axis. A run is kept if it matches a
+        pattern on each axis for which there are patterns.
+    """
     patterns: dict[str, list[str]] = {}
     for text in only:
         axis, equals, label = text.partition("=")

@@ -319,10 +319,10 @@ class Report:
         )
 
     def _sections(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the content of each section of the page, a comparison (panel) each.
+        """Yield the content of each section of the page. A section shows one comparison (panel).
 
         A content is (panel, another panel with the same runs or None, figures, sentences, table of layers, table of
-        results). If there is another panel with the same runs, the section only says so.
+        results). If there is another panel with the same runs, the section only refers to it, and the rest is empty.
         """
         records = self.records
         for index, panel in enumerate([*at_their_best(swept(records)), *compare(records)]):

@@ -77,7 +77,7 @@ class TableCell(NamedTuple):
 class TextTable(NamedTuple):
     """A table of texts.
 
-    title: what the table is of.
+    title: text above the table.
     note: sentences about its contents; "" for none.
     heads: titles of the columns.
     rows: cells of each row.

@@ -176,9 +176,9 @@ class StudyResults:
 
 
 def collect_results(directory: Path) -> dict[str, Any]:
-    """Return the results of the finished runs under `directory`, in the form in which a paper's folder keeps them.
+    """Return the results of the finished runs under `directory`, as the content of a file of results.
 
-    This form has a few numbers for each run, the date, the machine and the versions.
+    The content has a few numbers for each run, the date, the machine and the versions (see `keep_results`).
 
     Raises ValueError if a run is not finished, or if runs with the same labels differ in configuration, code or data.
     """
@@ -195,7 +195,7 @@ def collect_results(directory: Path) -> dict[str, Any]:
 
 
 def keep_results(content: Mapping[str, Any], path: Path) -> None:
-    """Write the result of `collect_results`, one run a line."""
+    """Write the result of `collect_results` to a JSON file, with one line for each run."""
     make_directory(path.parent)
     rows = ",\n".join(json.dumps(row) for row in content["rows"])
     head = f'"study": {json.dumps(content["study"])},\n"made": {json.dumps(content["made"])}'
@@ -205,7 +205,8 @@ def keep_results(content: Mapping[str, Any], path: Path) -> None:
 def read_results(path: Path, study: Study) -> StudyResults:
     """Return the runs in a file of results. Raises ValueError if they are not the runs that the study plans.
 
-    A file of an older version may contain only the rows of runs, without `made` (see `StudyResults`).
+    A file of an older version may be only the list of runs, without date, machine and versions. `made` of the result is
+    then empty.
     """
     if not path.is_file():
         raise ValueError(f"reproduce: the file of results '{path}' does not exist; run the study first")

@@ -1,4 +1,7 @@
-"""Pages of a folder of papers/: results/claims.md, and the tables between markers in README.md."""
+"""The generated pages in the folder of a reproduced paper, such as papers/soap_2024.
+
+These are results/claims.md, and the tables between markers in README.md.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +63,8 @@ def study_table(results: StudyResults) -> str:
     """Return a line about when and on which machine the runs were made, and a table with a row for each cell.
 
     A row has mean and spread of the loss over seeds, and bytes of state. In studies of equal seconds it also has steps
-    and seconds. Other times are left out, because they are not comparable if the machine had other load. Losses of rows
-    that are compared with each other have one number of decimals.
+    and seconds. Other times are left out, because they are not comparable if the machine had other load. Losses that
+    are compared with each other have equally many decimals.
     """
     cells = group_by(results.rows, lambda row: tuple(row.labels.values()))
     lengths = ("steps", "seconds") if results.timed else ()
@@ -96,12 +99,13 @@ def _loss(rows: Sequence[ResultRow]) -> Summary | None:
 
 
 def _numbers(rows: Sequence[ResultRow], lengths: Sequence[str], loss: str) -> tuple[str, ...]:
-    """Return four or more cells of a method's row: learning rate, mean lengths, loss, bytes of state a parameter. A
-    cell is empty if the runs do not have its number.
+    """Return the cells of a row with numbers: learning rate, `lengths`, loss, and bytes of state per parameter.
 
-    rows: results of the runs of the method.
-    lengths: names of the numbers of a run whose means are shown.
-    loss: the text of the cell for the loss.
+    A cell is empty if the runs do not have its number.
+
+    rows: results of the runs that the row of the table is about, one for each seed.
+    lengths: names of results whose means over the runs are shown: "steps" and "seconds", or none.
+    loss: text of the cell for the loss.
     """
     first = rows[0].numbers
     known = [row.numbers["state_bytes_per_parameter"] for row in rows if "state_bytes_per_parameter" in row.numbers]

@@ -89,7 +89,8 @@ class Cell:
 def cells(study: Study) -> Iterator[Cell]:
     """Yield every cell of the study.
 
-    A path that is set several times has the value that is set last: by the axes in their order, then by the settings.
+    The labels of a cell set values, axis by axis. The items of the field `settings` that apply to the cell come after
+    them. If a path is set several times, the last value is used.
     """
     for labels in combinations(study.axes, study.exclude):
         changes = {path: v for axis, label in labels.items() for path, v in study.axes[axis][label].items()}
@@ -207,7 +208,7 @@ def plan_study(study: Study, directory: Path, failed: Collection[str] = ()) -> S
 
 
 def refuse_changed(planned: Iterable[PlannedRun], directory: Path) -> None:
-    """Raise RecipeError if runs in `directory` have other settings than the planned runs in the same places.
+    """Raise RecipeError if the directory of a planned run has a run with other settings.
 
     The error has a line for each setting that differs, with the number of runs in which it differs.
     """
@@ -314,7 +315,7 @@ def largest_search(study: Study, cell: Cell, directory: Path) -> int:
 class _CellSearch:
     """The search for the best values of the tuned fields in one cell of a study.
 
-    trials: completed trials. `left` reads them from the directory of the study.
+    trials: completed trials, as the last call of `left` has read them; empty before the first call.
     """
 
     def __init__(self, study: Study, tuning: Tuning, cell: Cell, directory: Path, failed: Collection[str]) -> None:

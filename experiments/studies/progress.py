@@ -31,9 +31,10 @@ hundred lines.
 
 
 class Meter:
-    """A context manager that shows progress: bars in a terminal, else lines in plain text with the date.
+    """A context manager that shows progress: bars in a terminal, else lines of plain text.
 
-    A line has the first bar, and the bar that has progressed. Between two lines at least 10 seconds pass.
+    A line has the date, the text of the first bar, and that of the bar that was just updated. Between two lines at
+    least 10 seconds pass.
 
     console: console for bars and lines. None: standard error.
     """

@@ -165,7 +165,8 @@ class FileLeases(Leases):
         make_directory(draft)
         with _locked_file(draft / self._file(own).name):
             with suppress(OSError):
-                self._folder.rmdir()  # if it is empty: Windows renames no directory to an existing one
+                # Removes an empty folder only. Windows cannot rename a directory to the name of an existing one.
+                self._folder.rmdir()
             try:
                 draft.rename(self._folder)
             except OSError as error:
@@ -262,8 +263,9 @@ class Rendezvous:
         """
 
     def publish(self, run: str) -> None:
-        """Make the result of a run that has ended here, or the reason of its failure, available to other workers. All
-        of them see it in a common directory.
+        """Make the result of a run that has ended here, or the reason of its failure, available to other workers.
+
+        Nothing is done in a directory that all workers see.
         """
 
 

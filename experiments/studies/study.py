@@ -1,6 +1,7 @@
 """The declaration of a study: a base experiment, axes along which it varies, seeds and a metric.
 
-An axis has labels, each with the values that it sets. Settings have values for some combinations of labels.
+An axis has labels, and each label sets values of fields. Further values can be set for some combinations of labels only
+(`Setting`).
 """
 
 from __future__ import annotations

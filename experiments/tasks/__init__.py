@@ -1,4 +1,4 @@
-"""Tasks to train: the family `task`, its members and their models, and models given by shapes of parameters."""
+"""Tasks, each with data, a model and a loss. Also models of which only the shapes of their parameters are given."""
 
 from .algorithmic import ModularAddition as ModularAddition
 from .algorithmic import SequenceToSequence as SequenceToSequence

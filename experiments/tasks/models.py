@@ -137,10 +137,10 @@ def spectral_init_(model: nn.Module) -> None:
     """W ~ N(0, s^2),  s = min(1, sqrt(m / n)) / sqrt(n)  for a matrix W with m outputs and n inputs
 
     Yang, Simon & Bernstein 2023, arXiv:2310.17813, Parametrization 1. The spectral norm of W is then of the order of
-    sqrt(m / n). The rule depends on the role of a parameter, as routes define it. Hidden weights are drawn as above and
-    embeddings from N(0, 1). Output heads (Yang et al. 2021, arXiv:2203.03466, appendix D.2) and biases are 0. Norms and
-    other vectors are unchanged. Weights of convolutions count as matrices [m, product of the other axes]. Random
-    numbers are drawn from torch's global generator.
+    sqrt(m / n). The rule depends on the role that the library finds for a parameter in the model. Hidden weights are
+    drawn as above and embeddings from N(0, 1). Output heads (Yang et al. 2021, arXiv:2203.03466, appendix D.2) and
+    biases are 0. Norms and other vectors are unchanged. Weights of convolutions count as matrices [m, product of the
+    other axes]. Random numbers are drawn from torch's global generator.
     """
     described = describe_model(model)
     for parameter in model.parameters():

@@ -96,8 +96,7 @@ def _numel(model: str) -> int:
 
 @cache
 def _work(declared: str, model: str) -> tuple[float, float, float]:
-    """Return operations in float32, operations in bfloat16 and bytes of the optimizer in a step (F, H and B, see
-    above).
+    """Return operations in float32, operations in bfloat16, and bytes that the optimizer reads and writes in a step.
 
     All layers are equal, so each number is linear in the number of layers. It is extrapolated from models of one and of
     two layers.

@@ -95,7 +95,7 @@ class Standing:
 
     @property
     def order(self) -> list[str]:
-        """Names of the entries, those that need the fewest steps first (by the scores `profiles[""]`)."""
+        """Names of the entries, the best score for the steps to the targets first (the kind "" of `profiles`)."""
         return sorted(self.scores, key=lambda name: (-self.profiles[""][name], name))
 
 
@@ -175,7 +175,8 @@ def rates_table(now: Standing) -> str:
 def published_table(now: Standing, rankings: Mapping[str, Ranking]) -> str:
     """Return a table that compares published rankings of methods with the rankings of the same methods on this track.
 
-    It has the rank correlation of each published ranking with that by steps, and with that by counted cost.
+    There is a row for each published ranking. It has the rank correlations of this ranking with two kinds of rankings
+    on the track: by steps to the targets, and by the counted cost of these steps.
     """
     heads = ("ranking", "ranked by", "entries", "steps", *(f"cost, {title}" for title in COUNTED_MODELS.values()))
     rows = []
@@ -211,9 +212,10 @@ def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> tuple[fl
 
 
 def draw_profiles(now: Standing) -> Figure:
-    """Draw the share of tasks on which a recipe needs at most tau times the least of all recipes, against tau.
+    """Draw performance profiles of recipes: shares of tasks against a factor tau (Dolan & More 2002).
 
-    Of the recipes, the DRAWN best ones and AdamW are drawn, in two diagrams: for steps, and for counted cost.
+    In the first diagram, the share is that of the tasks on which a recipe needs at most tau times the fewest steps of
+    all recipes. The second diagram has counted cost in place of steps. The DRAWN best recipes and AdamW are drawn.
     """
     first, title = next(iter(COUNTED_MODELS.items()))
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")

@@ -228,7 +228,7 @@ WORST_RATIO = 4.0
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One entry on one task.
+    """The result of an entry, a recipe that takes part in the track, on one task.
 
     steps: first evaluated step at which the target counts as reached; infinity if there is none.
     seconds: mean over runs of the training time up to that step.

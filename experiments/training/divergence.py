@@ -204,10 +204,11 @@ class Divergence:
         return loss if math.isfinite(loss) else None
 
     def _state(self, role: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the slots of stages as ("<parameter>: <slot>", tensor). Iterates are left out, because they hold
-        weights.
+        """Yield (name, tensor) for each slot, which is a state tensor of a stage. A name is "<parameter>: <slot>".
 
-        role: role of the slots; None: all roles.
+        Averaged iterates are left out, because they hold weights.
+
+        role: declared role of the slots to yield, such as "failures"; None: all slots.
         """
         for param_set in self.optimizer.param_sets:
             roles = {str(key): slot.role for own in param_set.stack_states for key, slot in own.slots()}

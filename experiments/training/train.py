@@ -47,7 +47,10 @@ def branch_step(experiment: Experiment) -> int | None:
 
 
 def _prune(run: RunDirectory, experiment: Experiment) -> None:
-    """Remove the checkpoints of a complete run, except those from which it can be extended if they are to be kept."""
+    """Remove the checkpoints of a complete run.
+
+    With `keep_checkpoint`, two are kept: the last one, and the one of `branch_step`, from which a longer run continues.
+    """
     kept = [*list(run.checkpoints())[-1:], branch_step(experiment)] if experiment.keep_checkpoint else []
     run.keep_checkpoints(kept)
 
@@ -86,7 +89,13 @@ def _extend(run: RunDirectory, experiment: Experiment, known: dict[str, Any]) ->
 
 
 def _require_extensible(run: RunDirectory, experiment: Experiment, steps: int) -> None:
-    """Raise RecipeError if the run ended before its last step, or if its recipe depends on its length."""
+    """Raise RecipeError if the run cannot be extended to the steps of `experiment`.
+
+    It cannot if these are fewer than its own, if it diverged or was stopped early, or if the updates of its recipe
+    depend on the number of steps.
+
+    steps: length of the run so far.
+    """
     if experiment.steps < steps:
         raise RecipeError(f"{run.path}: the run has {steps} steps; --extend needs more, got {experiment.steps}")
     result: dict[str, Any] = run.read("result") or {}
@@ -259,7 +268,10 @@ class Trainer:
         return step == 1 or self._due(step, self.experiment.log_every, self.experiment.eval_every)
 
     def _inspect(self) -> list[dict[str, Any]]:
-        """Write and return rows of diagnostics, one for each parameter, stage and measure, over all blocks."""
+        """Write and return the measures of `optimizer.inspect()` as rows of diagnostics.
+
+        There is a row for each parameter, stage and measure. The blocks of a parameter have one row together.
+        """
         found = self.optimizer.inspect().by_parameter().records()
         rows = [{"step": self.step, **{key: v for key, v in row.items() if key != "block"}} for row in found]
         if self.ranks.first:

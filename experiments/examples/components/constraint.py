@@ -15,7 +15,7 @@ from eigengraft.optimizers.write import Constraint, ConstraintContext, Slots, Te
 
 
 class LargestNorm(Constraint):
-    """W <- W min(1, bound / ||W||_F)  after the write, over whole parameters"""
+    """W <- W min(1, bound / ||W||_F)  after each step, with the norm of the whole parameter W"""
 
     kind: Literal["largest_norm"] = "largest_norm"
     bound: float = Field(default=10.0, gt=0, description="largest Frobenius norm of a parameter")

@@ -17,7 +17,7 @@ from eigengraft.numerics import block_norm, per_block
 
 
 class Dither(Stage):
-    """d + size RMS(d) n,  d the direction, n standard normal numbers that follow from the block and its step"""
+    """d + size RMS(d) n,  d the direction, n standard normal numbers, seeded by the block and its step"""
 
     kind: Literal["dither"] = "dither"
     size: float = Field(default=0.01, ge=0, description="standard deviation of the noise, in units of RMS(d)")
