@@ -57,8 +57,8 @@ GRADIENT_TARGET = 0.01
 """The same as `TARGET`, for recipes whose updates are proportional to gradients. It is smaller, because momentum makes
 such updates larger in the steps after the first, and the gradients of a model may grow while it learns."""
 REMARKABLE = 3
-"""Smallest factor by which advice changes the learning rate. Also the factor if updates have a healthy size, so that
-measures support no larger one."""
+"""Smallest factor by which advice changes the learning rate. It is also used if the sizes of updates are healthy, and
+thus give no reason for a larger factor."""
 FAR = 10
 """Ratio of the learning rate to that of its recipe, or its inverse, from which advice names the rate of the recipe."""
 HEALTHY_STEP = 0.03
@@ -90,10 +90,10 @@ Not less than 0.9: in short runs with a high but usable learning rate, the loss 
 fell again.
 """
 BURST = 3
-"""Ratio to the first loss from which a single row counts as a rise of the loss that came back. Two rows count from the
-smaller ratio `WORSE`, because one row may be a batch of unusual examples."""
+"""Ratio to the first loss from which a temporary rise of the loss in a single row is reported. A rise in two rows is
+reported from the smaller ratio `WORSE`, because one row may be a batch of unusual examples."""
 NOISE = 5
-"""A rise of the loss that came back is reported only if it is at least this many times the usual difference of two
+"""A temporary rise of the loss is reported only if it is at least this many times the usual difference between
 successive rows."""
 GROWN = 10
 """The learning rate counts as too high if most matrices have grown to this many times their first norm, or times a
@@ -328,9 +328,9 @@ class FirstBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """The files of a run, and the numbers that the checks below compare.
+    """The files of a run, and numbers computed from them. The checks of this module compare these numbers.
 
-    run: configuration, rows, result and layers.
+    run: the files: configuration, rows of metrics, diagnostics and result.
     fault: the first fault that the run recorded.
     with_task: False if the task must not be loaded.
     """
@@ -356,7 +356,7 @@ class Record:
 
     @cached_property
     def initial(self) -> tuple[Experiment, nn.Module] | Exception:
-        """The experiment, and its model with the initial weights, or the error if the task is not on this machine."""
+        """The experiment, and its model with the initial weights, or the error if the task cannot be loaded."""
         if not self.with_task:
             return LookupError("the task was not loaded")
         try:
@@ -367,7 +367,7 @@ class Record:
 
     @cached_property
     def start(self) -> FirstBatch | Exception:
-        """Measures of the first batch, or the error if the task or its data are not on this machine."""
+        """Loss and other numbers about the first batch, or the error if the task or its data cannot be loaded."""
         if isinstance(self.initial, Exception):
             return self.initial
         try:
@@ -377,11 +377,11 @@ class Record:
 
     @cached_property
     def shares(self) -> Mapping[str, tuple[float, bool]]:
-        """For each layer (share, True if it is a matrix). The share is its initial norm divided by a usual norm, at
-        most 1.
+        """Initial norms of layers in proportion to usual norms: layer -> (share, True if the layer is a matrix).
 
-        The usual norm is that of entries with variance 1 / (3 inputs), as torch initializes matrices. A vector counts
-        as having one input. Empty if the task or its data are not on this machine.
+        The share is the initial norm divided by a usual norm, but at most 1. The usual norm is that of entries with
+        variance 1 / (3 inputs), as torch initializes matrices. A vector counts as having one input. Empty if the task
+        cannot be loaded.
         """
         if isinstance(self.initial, Exception):
             return {}
@@ -512,7 +512,7 @@ class Record:
 
     @property
     def quarters(self) -> list[float]:
-        """Median loss in each quarter of the run. With fewer than four logged losses, each of them."""
+        """Median loss in each quarter of the run. If fewer than four losses were logged, these losses."""
         losses = self.losses
         size = max(1, len(losses) // 4)
         ends = range(len(losses), max(0, len(losses) - 4 * size), -size)
@@ -626,7 +626,7 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
 
 
 def _explained(record: Record, found: Finding) -> Finding:
-    """Return a finding with the usual causes of its kind, and with things to do in this run."""
+    """Return a copy of a finding with the usual causes of its kind, and with advice for this run."""
     own = EXPLANATIONS[found.kind]
     return replace(found, usual=own.usual, remedy=own.remedy if isinstance(own.remedy, str) else own.remedy(record))
 
@@ -670,7 +670,8 @@ def _raise(record: Record) -> str:
     If all updates were 0, the advice is to set the learning rate. If the ratio was small, it is to multiply the rate by
     a factor. The factor brings the ratio to `Record.target`, but the rate to at most FAR times that of the recipe or
     REMARKABLE times its own, whichever is more. In all other cases, the advice is to train longer or to try other
-    rates. A ratio is not small if the updates of the whole run could change the weights by their own norm.
+    rates. A ratio is small if it is at most `Record.target` / REMARKABLE, and if all updates together could not change
+    the weights by their own norm.
     """
     own, largest = record.recipe_rate, record.largest_step
     if record.rate == 0 or (largest == 0 and record.has_gradients):  # all updates were rounded to 0
@@ -705,10 +706,10 @@ def _of_recipe(record: Record) -> str:
 
 
 def _further(record: Record) -> str:
-    """Return further advice against a learning rate that is too high: warm-up and clipping, if the run has neither yet.
+    """Return further advice against a learning rate that is too high: warm-up and clipping, if the run lacks them.
 
-    Clipping is advised only if updates grow with gradients. Of a run that another training loop logged, the settings
-    are not known.
+    Clipping is advised only if updates grow with gradients. The advice is general for a run that another training loop
+    logged, because the settings of such a run are not known.
     """
     config = record.run.config
     if record.imported:
@@ -779,7 +780,7 @@ def _solvers(config: Any) -> list[Any]:
 
 
 def _revive(record: Record) -> str:
-    """Return advice about layers without a gradient. It is about initial weights if a layer has only zeros."""
+    """Return advice about layers without a gradient: about initial weights if a layer has only zeros, else general."""
     norms = record.run.layers.get("weight_norm", {})
     if any(all(norms[name] == 0 for name in own) for own in group_by(norms, _layer).values()):
         return (
@@ -860,7 +861,7 @@ def _of_end(record: Record) -> Iterator[Finding]:
 
 
 def _burst(record: Record) -> str:
-    """Return a sentence if the loss rose far above its first value in the run and came back, else ""."""
+    """Return a sentence if the loss rose far above its first value for a part of the run only, else ""."""
     first, losses = record.first_loss, record.losses
     if first is None or first <= 0:
         return ""

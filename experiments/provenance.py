@@ -35,8 +35,9 @@ def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def provenance_changes(known: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Return a line "entry: recorded -> present" for each entry in which two environments differ. The entry of data
-    includes their present source, such as a path.
+    """Return a line "entry: recorded -> present" for each entry in which two environments differ.
+
+    The line about the data names their present source, such as a path.
     """
     # Imported here, because overrides.py imports torch, which reports do not need.
     from eigengraft.optimizers.recipe.overrides import differences

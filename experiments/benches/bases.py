@@ -1,6 +1,7 @@
-"""A bench of solvers for eigenbases that are refreshed while their matrix drifts, as the statistics of a training do.
+"""A bench of solvers for the eigenbasis of a matrix that drifts, as statistics of gradients do in training.
 
-It measures at several refreshes how orthogonal a basis is, how far it is from the eigenvectors, and the time.
+After several refreshes it measures how orthogonal the basis is, how far it is from the eigenvectors, and the time of a
+refresh.
 """
 
 from __future__ import annotations
@@ -91,9 +92,9 @@ class BasisBench(MatrixBench):
         ]
 
     def _paths(self) -> Iterator[tuple[str, int, Any]]:
-        """Yield (name, size, function) for each drifting statistic.
+        """Yield (name, size, function) for each statistic on which solvers are measured.
 
-        The function returns a list of tensors `[N, d, d]`: the value of the statistic at each refresh.
+        The function returns the values of the statistic at all refreshes, as a list of tensors `[N, d, d]`.
         """
         last = max(self.refreshes)
         if self.record is not None:

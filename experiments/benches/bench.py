@@ -254,7 +254,7 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def cells(self) -> int:
-        """Return the number of measurements that `cell_by_cell` yields, for a display of progress."""
+        """Return the number of lists that `cell_by_cell` yields, for a display of progress."""
         own = type(self).cells_of is not Bench.cells_of
         return len(self.problems()) * (1 if own else len(self.contenders()))
 

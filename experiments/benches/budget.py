@@ -90,9 +90,9 @@ class BudgetBench(DampedBench):
     def _layers(self) -> dict[str, list[list[Tensor]]]:
         """Return, by name of the layer, its factors: the accumulated statistics of its axes.
 
-        Each factor is a list of the tensors that it was in several steps: first in the last step, then, for each
-        interval, `interval - 1` steps before the last. If roots are computed every `interval` steps, a root in use is
-        at most so old. Without `record`, each factor has only one tensor.
+        Each factor is given by a list of tensors. The first is its value in the last step. Then comes, for each
+        interval, its value `interval - 1` steps before the last: the root in use can be that old if roots are computed
+        every `interval` steps. Without `record`, the list has only one tensor.
         """
         found: dict[str, list[list[Tensor]]] = {}
         if self.record is not None:

@@ -247,8 +247,8 @@ def _samples(source: Any, steps: int, samples: int, width: int) -> dict[str, Ten
 def trained_factors(source: str, at: tuple[int, ...], beta: float) -> dict[str, list[Tensor]]:
     """Train an experiment or run for `max(at)` steps. Return the Gram factors of its gradients by parameter and axis.
 
-    A <- beta A + (1 - beta) G G^T for axis 0 and G^T G for axis 1, bias corrected. Each item is a list with the matrix
-    `[1, d, d]`, in float64, after each number of steps in `at`. An axis longer than LONGEST has no factor.
+    A <- beta A + (1 - beta) G G^T for axis 0 and G^T G for axis 1, bias corrected. A factor is a list of matrices
+    `[1, d, d]` in float64: its values after the numbers of steps in `at`. An axis longer than LONGEST has no factor.
     """
     means: dict[str, Tensor] = {}
     found: dict[str, dict[int, Tensor]] = {}

@@ -271,7 +271,7 @@ def _where(more: str) -> Callable[[Row], str]:
 
 
 def _keep(spectra: set[str] | None, saving: bool) -> Callable[[Row], bool]:
-    """Return a function that returns True for the rows to select.
+    """Return a function that selects rows of the results: it returns True for a row to keep.
 
     spectra: labels of the spectra whose rows are selected; None: all spectra.
     saving: True to select only rows whose quantizer stores fewer bytes than the matrix has.
@@ -326,7 +326,7 @@ class StorageProblem:
         return self.root(self.a) if role == "root" else self.a
 
     def to_store(self, role: Role) -> Tensor:
-        """Return the tensor to encode: the eigenvectors of A for the role "basis", its root for "root", else A."""
+        """Return the tensor to encode: eigenvectors of A for the role "basis", the root of A for "root", else A."""
         x = self.vectors if role == "basis" else self.exact(role)
         return x.to(self.device, self.dtype)
 
@@ -341,7 +341,7 @@ class StorageProblem:
 
 @dataclass(frozen=True)
 class StoredStack:
-    """A stack `x`, and the codes that a quantizer stores for it after `step` encodings."""
+    """A stack of matrices `x`, and the codes that a quantizer stores for them after `step` encodings."""
 
     quantizer: Quantizer
     x: Tensor
@@ -351,8 +351,9 @@ class StoredStack:
     step: int = 0
 
     def encode(self) -> Encoded:
-        """Return new codes of the stack `x`, encoded over the present ones, with random numbers as the optimizer draws
-        them.
+        """Return new codes of the stack `x`.
+
+        As in the optimizer, the quantizer receives the present codes and a generator of random numbers.
         """
         seeds = torch.arange(len(self.x), device=self.x.device) + self.seed
 

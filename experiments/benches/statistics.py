@@ -112,7 +112,7 @@ def gain_error(held_out: Tensor, left: Tensor, right: Tensor) -> float:
 
 
 def gain_spread(held_out: Tensor, left: Tensor, right: Tensor) -> float:
-    """Return the median absolute deviation of the log10 of gains from their median. See `gains` for the arguments.
+    """Return the median absolute deviation of log10 gain from its median. See `gains` for the arguments.
 
     A factor that all gains share has no effect, because another learning rate would compensate for it.
     """
@@ -238,7 +238,8 @@ class StatisticBench(OwnMatrices):
     ) -> tuple[Tensor, Tensor]:
         """Return the factors L and R of the statistic of all layers, `[layers, d, d]` each.
 
-        An axis without a factor has the identity.
+        An axis without a factor has the identity. If the statistic computes its factors independently of each other, R
+        is scaled so that L x R has the trace of C.
         """
         state = runner.state.scope(stage.label)
         context = runner.context(self.target_device())

@@ -123,7 +123,10 @@ def initial_values(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]
 
 
 def turns_of_gradients(shapes: Sequence[tuple[int, ...]], seed: int) -> list[list[Tensor]]:
-    """Draw TURNS gradients of each parameter from N(0, 1e-4). Row i and column i are then scaled by i^(-1/2)."""
+    """Draw TURNS sets of gradients of all parameters, which steps use in turn.
+
+    Entries are drawn from N(0, 1e-4). Row i and column i are then scaled by i^(-1/2).
+    """
     generator = torch.Generator().manual_seed(seed + 1)
     return [[_scaled(torch.randn(shape, generator=generator)) for shape in shapes] for _ in range(TURNS)]
 

@@ -24,7 +24,7 @@ LinePoints = Callable[[BenchRows], Iterable[tuple[float, float]]]
 Reduced = Callable[[BenchRows], float]
 """Function from rows to a number, such as the median of a column."""
 Selection = Callable[[BenchRows], BenchRows]
-"""Function from the rows of one line of a table to the rows of which a cell has the text."""
+"""Function from the rows of one line of a table to those rows from which the text of a cell is computed."""
 How = Literal["median", "worst", "max", "min", "mean"]
 """Reduction of a column to one number. `reduction` describes them."""
 
@@ -189,7 +189,7 @@ def lines_of(panel: Panel, rows: BenchRows) -> tuple[str, list[Line]]:
 
 
 def recommend(recommendations: Iterable[Recommendation], rows: BenchRows) -> list[str]:
-    """Return the text of each recommendation, one line for each problem."""
+    """Return the recommendations as text, with one line for each rule and each problem."""
     lines = []
     for one in recommendations:
         for where, own in group_by((row for row in measured_rows(rows) if one.keep(row)), one.where).items():

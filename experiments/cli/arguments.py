@@ -31,7 +31,10 @@ Workers = Annotated[int | None, typer.Option(min=1, help="number of processes; d
 
 
 def override_argument(text: str) -> Any:
-    """Return the argument for overrides, `dotted.path=value`. An override that a later one would replace is refused."""
+    """Return the declaration of a command's argument for overrides, `dotted.path=value`, with the help `text`.
+
+    An override that a later override would replace is refused.
+    """
     return typer.Argument(help=text, callback=_all_have_effect)
 
 

@@ -60,6 +60,7 @@ def _chosen(
 ) -> Bench:
     """Return the bench that the command line declares.
 
+    what: first argument of the command: the name of a bench, or a YAML file.
     options: values of the fields that have an option of their own, such as `--device`.
     only: declarations of candidates that replace the candidates of the bench.
     more: declarations of candidates that are measured in addition.

@@ -337,7 +337,7 @@ def _about(cls: type[Component]) -> str:
 
 
 def _registered() -> dict[str, type[Component]]:
-    """Return the kinds of parts ("stage", "cadence", ...) by name, each with its components, also imported ones."""
+    """Return the families of components ("stage", "cadence", ...) by name. Their members include imported ones."""
     from eigengraft.component import families
 
     from .. import benches  # noqa: F401  defines the families of benches

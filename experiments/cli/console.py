@@ -106,10 +106,10 @@ def print_storage(optimizer: eigengraft.Optimizer) -> None:
 
 
 WIDE, PAGE = 160, 120
-"""Least widths of tables in characters in a file or a pipe: of most tables, and of tables with much text (`expand`)."""
+"""Least widths of tables in characters if they are printed to a file or a pipe: WIDE without, PAGE with `expand`."""
 _TEXT = 42
-"""In a table with `expand`, the least width of the last column of texts, and the largest of those before it, except of
-the first. In characters."""
+"""Width in characters that limits columns of texts in a table with `expand`. The last column of texts has at least this
+width. Columns between the first and the last have at most this width."""
 _DIGITS = 7
 """Least width of a column of numbers in characters. Columns of several tables are then at the same place."""
 

@@ -77,8 +77,9 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
 
 
 def _timed(recipe: Recipe, parameters: Sequence[Any]) -> Recipe:
-    """Return the recipe with the measured times of its blocks in `distribution.work`, and print the YAML that declares
-    them.
+    """Measure the time of a step for one block of each shape on this machine, and print the times as YAML.
+
+    Return the recipe with these times in `distribution.work`.
     """
     import json
 

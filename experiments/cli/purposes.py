@@ -243,7 +243,6 @@ def goals() -> tuple[Goal, ...]:
 
     These tasks are the laptop track (papers/laptop_track/).
 
-
     Recipes whose batches were split into micro-batches on the track are not considered. They work only in training
     loops that make several backward passes in each step.
     """

@@ -375,7 +375,7 @@ def sentence(preview: StudyPreview) -> str:
 
 
 def _load() -> str:
-    """Return the end of a sentence about the other load of the machine, "" if it has an idle core."""
+    """Return a clause that says how many processes share each core; "" if this machine has an idle core."""
     from ..studies.running import available_cores
 
     share = os.getloadavg()[0] / available_cores() if hasattr(os, "getloadavg") else 0.0

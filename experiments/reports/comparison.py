@@ -58,7 +58,7 @@ class ComparisonRow:
 
     @cached_property
     def finals(self) -> dict[int, float]:
-        """Final metric by seed of the runs that ended."""
+        """Final metric of each run that has ended, by its seed."""
         return {run.seed: run.final(self.metric) for run in self.runs if run.result}
 
     @property
@@ -81,7 +81,7 @@ class ComparisonRow:
 
     @cached_property
     def rises(self) -> dict[int, Rise]:
-        """The rise of the metric after its best evaluation, by seed, of the ended runs in which it is large."""
+        """Ended runs whose metric got much worse after its best evaluation: seed -> rise of the metric."""
         return {run.seed: rise for run in self.runs if run.result and (rise := run.rise(self.metric)) is not None}
 
     @property
@@ -116,9 +116,9 @@ class ComparisonRow:
         return found
 
     def at_first_evaluation(self, along: Abscissa = "steps") -> set[int]:
-        """Return the seeds whose runs reach the baseline's metric by their first evaluation.
+        """Return the seeds whose runs have reached the baseline's metric at their first evaluation.
 
-        For these seeds the result of `reached` is only an upper bound.
+        They may have reached it earlier. For these seeds the result of `reached` is therefore only an upper bound.
         """
         found = self.reached(along)
         points = {run.seed: run.points(self.metric, along) for run in self.runs if found.get(run.seed) is not None}
@@ -142,9 +142,10 @@ class ComparisonRow:
         return None if summary is None else summary.mean
 
     def curve(self, along: Abscissa = "steps", drawn: Metric | None = None) -> Curve | None:
-        """Return a metric against steps, seconds, tokens or FLOPs, over the evaluations that all started runs have.
+        """Return the mean of a metric against steps, seconds, tokens or FLOPs. Return None if there is nothing to draw.
 
-        Runs that diverged are separate lines of the curve. Returns None if there is nothing to draw.
+        The mean is computed at the steps at which all started runs were evaluated. Runs that diverged are left out of
+        it, and are separate lines of the curve.
 
         drawn: metric to draw; None: the metric of the comparison, which always decides which runs diverged.
         """
@@ -239,7 +240,7 @@ class ComparisonPanel:
 
     @property
     def configs(self) -> dict[str, Mapping[str, Any]]:
-        """For each compared label, such as a recipe, the configuration of one of its runs that have started."""
+        """For each row, by its label, the configuration of one of its runs. Rows without a started run are left out."""
         found = {row.label: next((run.config for run in row.runs if run.config), None) for row in self.rows}
         return {label: config for label, config in found.items() if config}
 
@@ -314,7 +315,7 @@ def _panel(
 
 
 def _row_label(run: Run, records: Records) -> str:
-    """Return the label by which a run is compared. Runs of other code or data have a variant, which is added."""
+    """Return the label of the row to which a run belongs: its label on the compared axis, then its variant, if any."""
     label = run.labels[records.compare]
     return f"{label} [{run.variant}]" if run.variant else label
 
@@ -465,8 +466,9 @@ def twin(panel: ComparisonPanel, records: Records) -> ComparisonPanel | None:
 
 
 def _edge(panel: ComparisonPanel, best: ComparisonRow) -> str:
-    """Return "least" or "largest" if `best` is the least or largest label of all rows with ended runs, else "". Labels
-    are numbers.
+    """Return "least" or "largest" if `best` has the least or the largest number that was tried, else "".
+
+    The label of a row is its number. Numbers of rows without ended runs were not tried.
     """
     tried, number = [label_number(row.label) for row in panel.rows if row.finals], label_number(best.label)
     return "least" if number == min(tried) else "largest" if number == max(tried) else ""
@@ -539,7 +541,10 @@ def tuning_curves(records: Records) -> dict[tuple[str, str], list[Curve]]:
 
 
 def _tuning_curve(one: TunedCell, path: str, sign: int, label: str, style: int) -> Curve | None:
-    """Return the curve of one field of a search, None if it has too few numbers."""
+    """Return the curve of the metric against the values of the field `path` that a search tried.
+
+    Return None if a value is not a positive number, or if there are fewer than three.
+    """
     best: dict[float, float] = {}
     diverged: dict[float, None] = {}
     for trial in one.tried:

@@ -150,7 +150,7 @@ class Run:
 
     @cached_property
     def layers(self) -> dict[str, dict[str, float]]:
-        """Measures of layers at the end of the run, by measure and layer. Infinity stands for NaN too."""
+        """Measures of layers at the end of the run: measure -> layer -> value. NaN is replaced by infinity."""
         rows = [row for row in self.diagnostics if row["stage"] == row["slot"] == ""]
         found: dict[str, dict[str, float]] = {}
         for row in rows:
@@ -379,8 +379,9 @@ class Records:
 
     @property
     def apart(self) -> list[str]:
-        """A sentence for each cell with runs that are not averaged, because they differ in configuration, code or data,
-        or have the same seed.
+        """A sentence for each combination of labels whose runs are not all averaged.
+
+        They differ in configuration, code or data, or have the same seed.
         """
         found: dict[str, Counter[str]] = {}
         for run in self.runs:
@@ -394,8 +395,10 @@ class Records:
 
     @property
     def untuned(self) -> str:
-        """A sentence about methods with runs at a single learning rate that no search has found. Empty if there are
-        none, if all runs have one recipe, or if the study says where its learning rates were tuned.
+        """A warning that some methods were run at a single learning rate, which no search has found.
+
+        Empty if there are no such methods, if all runs have one recipe, or if the study says where its learning rates
+        were tuned.
         """
         searched = any(path.split(".")[-1] == "lr" for one in self.tuned for path in one.values)
         if searched or self.tuned_in:
@@ -488,7 +491,7 @@ def label_number(label: str) -> float:
 
 
 def cell_name(labels: Mapping[str, str]) -> str:
-    """Return the name of the cell with these labels in manifests."""
+    """Return the name of the cell with these labels: `axis=label` for every axis, separated by commas."""
     return ",".join(f"{axis}={label}" for axis, label in labels.items())
 
 
@@ -669,9 +672,11 @@ def _single_run(path: Path, directory: Path) -> Run:
 
 
 def _kept_apart(runs: Iterable[Run], directory: Path) -> tuple[Run, ...]:
-    """Return the runs below a directory, with a `variant` for runs with equal labels that cannot be averaged.
+    """Return the runs with their field `variant` set, which keeps runs apart that must not be averaged.
 
-    These runs differ in configuration or provenance, or have the same seed.
+    These are runs with equal labels that differ in configuration or provenance, or that have the same seed.
+
+    directory: directory of all runs; a variant may contain the path of a run relative to it.
     """
     all_runs = list(runs)
     cells = group_by((run for run in all_runs if run.environment), lambda run: tuple(run.labels.items()))
@@ -693,7 +698,7 @@ def _kept_apart(runs: Iterable[Run], directory: Path) -> tuple[Run, ...]:
 
 
 def _seed_in_row(run: Run) -> tuple[object, ...]:
-    """Return a key that two runs in the same row of a table must not share: its labels, variant and seed."""
+    """Return the labels, the variant and the seed of a run. At most one run of a row of a table has this key."""
     return (*run.labels.items(), run.variant, run.seed)
 
 

@@ -81,7 +81,7 @@ def _dot(axes: Axes, style: int, found: Paired, height: int) -> None:
 
 
 def _bar(found: Paired) -> list[float] | None:
-    """Return half of the 95 % interval as matplotlib expects it, or None if there is no finite interval."""
+    """Return the length of an error bar for matplotlib: half of the 95 % interval. None if it is not finite."""
     return None if found.half is None or not math.isfinite(found.half) else [found.half]
 
 

@@ -94,7 +94,7 @@ def grid_of(records: Records) -> TextTable | None:
 
     A row is a label of the compared axis, a column a label of the other axis. The best mean is marked, and means that
     are not significantly worse. If the columns have different tasks or data, each column has a best mean of its own.
-    Returns None if not exactly two axes have several labels, or if runs of one cell were made by different code.
+    Returns None if not exactly two axes have several labels, or if runs of one cell must not be averaged.
     """
     several = [axis for axis, labels in records.axes.items() if len(labels) > 1]
     panels = compare(records)
@@ -198,7 +198,7 @@ def _worst(row: ComparisonRow, measure: str) -> TableCell:
 
 
 def tuned_table(tuned: Sequence[TunedCell]) -> TextTable | None:
-    """Return a table of searches: their best values, and each tried value with its mean metric. * is the best of them.
+    """Return a table of searches: the best values, and all tried values with their mean metrics. * marks the best.
 
     Returns None if there was no search.
     """
@@ -225,10 +225,9 @@ def format_length(row: ComparisonRow) -> tuple[str, str]:
 
 
 def panel_format(panels: Sequence[ComparisonPanel]) -> str:
-    """Return one number format for all values of the compared metric in these panels: means, spreads, differences,
-    intervals.
+    """Return one number format for all values of the compared metric in these panels.
 
-    Best evaluations are among these values if a panel shows them.
+    The values are means, spreads, differences and intervals, and best evaluations if a panel shows them.
     """
     rows = [row for panel in panels for row in panel.rows]
     finals = [row.final for row in rows if row.final is not None]
@@ -289,7 +288,10 @@ def format_ratio(value: float | None, base: float | None) -> str:
 
 
 def format_rate(rate: float | None, edge: str = "") -> str:
-    """Return a learning rate as text. `edge`: "least" or "largest", the end of the tried values, or ""."""
+    """Return a learning rate as text, such as "0.01 (largest tried)".
+
+    edge: "least" or "largest" if the rate is at that end of the tried rates, else "".
+    """
     return "" if rate is None else f"{rate:g}" + (f" ({edge} tried)" if edge else "")
 
 
@@ -448,7 +450,7 @@ def _final(row: ComparisonRow, panel: ComparisonPanel, form: str) -> TableCell:
 def _summaries(panel: ComparisonPanel, field: str, small: bool = True) -> Callable[[ComparisonRow], tuple[str]]:
     """Return a function from a row to its cell in a column with the mean and the spread of a field over seeds.
 
-    small: True if a column with small means has more than three decimals.
+    small: if False, small means are no reason for more than three decimals, only small spreads are.
     """
     found = [own for row in panel.rows if (own := row.summary(field)) is not None]
     errors = [(own.spread, own.mean) for own in found if own.spread is not None]
@@ -466,7 +468,7 @@ def _labeled_rate(row: ComparisonRow, panel: ComparisonPanel, records: Records) 
 
 
 def _method(row: ComparisonRow, panel: ComparisonPanel, records: Records) -> str:
-    """Return the title of a row, without its learning rate if the column of learning rates has it."""
+    """Return the name of a row: its method if another column shows its learning rate, else its title."""
     return row.method if row.method and _labeled_rate(row, panel, records) else row.title
 
 

@@ -270,7 +270,7 @@ class LossCurve(NamedTuple):
     exponent: float
 
     def loss(self, steps: float) -> float:
-        """Return the last loss of a run of this length."""
+        """Return the last loss of a run of `steps` steps."""
         return float(self.floor + self.scale * steps**-self.exponent)
 
     def steps(self, loss: float) -> float:
@@ -417,8 +417,9 @@ def _by_seed(claim: PaperClaim, pair: CellPair, results: StudyResults) -> dict[i
 
 
 def _fitted(pairs: list[tuple[ResultRow, ResultRow]]) -> float:
-    """Return the logarithm of the ratio of steps that two methods need for the same loss, by curves fitted to their
-    runs.
+    """Return the logarithm of the ratio of the steps that two methods need for the same loss.
+
+    The ratio is computed from curves fitted to the runs of each method (`fitted_steps_ratio`).
 
     pairs: for each number of steps, the run of the one method and that of the other. All have the same seed.
     """

@@ -127,7 +127,7 @@ def plan_runs(study: Study, tuned: Mapping[str, TunedCell] | None = None) -> lis
 
 
 def _located(study: Study, fault: str, names: Sequence[str]) -> str:
-    """Return the text of a fault, with the combinations of labels that have it or, if all have it, with the axis."""
+    """Return the text of a fault with its place: an axis if all cells have the fault, else the cells that have it."""
     is_axis = fault.partition(":")[0] in study.axes and len(names) == sum(1 for _ in cells(study))
     return f"axes.{fault}" if is_axis else f"{name_some(names, 4)}: {fault}"
 

@@ -33,7 +33,8 @@ class PoolEvent:
     """An event of one job.
 
     job: number of the job.
-    kind: "died" if its process died and the job is started again; "warned" if it caused a warning.
+    kind: "started", "progress", "done" or "failed"; "died" if the process of the job died and the job is started again;
+        "warned" if the job caused a warning.
     value: reported value for "progress", result for "done", reason for "failed" and "died", text for "warned", None for
         "started".
     """
@@ -73,7 +74,7 @@ class _Worker:
 
     def start(self, job: int, value: Any) -> PoolEvent:
         self.job = job
-        with suppress(OSError):  # the process has just died: `receive` returns its death
+        with suppress(OSError):  # the process has just died, as `receive` will report
             self.connection.send(value)
         return PoolEvent(job, "started")
 

@@ -40,8 +40,8 @@ Kind = Literal["started", "progress", "done", "failed", "died", "elsewhere", "wa
 class StudyEvent:
     """An event of one run, which `run_study` yields.
 
-    kind: "died" if the run's process died and the run is started again; "elsewhere" if another worker holds the run;
-        "warned" if the run caused a warning.
+    kind: "started", "progress", "done" or "failed"; "died" if the run's process died and the run is started again;
+        "warned" if the run caused a warning; "elsewhere" if another worker holds the run.
     value: a Tick for "progress", a Result for "done", the reason as text for "failed" and "died", the text of the
         warning for "warned", else None.
     fraction: share of the study's expected work that is done.

@@ -57,7 +57,7 @@ Labels = Annotated[dict[str, str], BeforeValidator(_labels, json_schema_input_ty
 
 
 def inside(where: Where, labels: Mapping[str, str]) -> bool:
-    """Return True if the selection `where` contains the cell with these labels."""
+    """Return True if the selection `where`, a mapping from axes to labels, contains the cell with these labels."""
     return all(labels[axis] in some for axis, some in where.items())
 
 
@@ -266,7 +266,10 @@ class Study(Component):
         return self
 
     def _require_labels(self) -> None:
-        """Raise ValueError if an axis or a label is named that does not exist, or if no cell is a baseline."""
+        """Raise ValueError if a field of the study names an axis or a label that does not exist.
+
+        Also if no cell has the label of the baseline, or if `equal: seconds` does not fit the study.
+        """
         wanted = [("baseline", axis, label) for axis, label in self.baseline.items()]
         wheres = [("settings.when", setting.when) for setting in self.settings]
         wheres += [("exclude", where) for where in self.exclude]

@@ -92,14 +92,17 @@ class Tuning(Component, ABC, family="tuning"):
 
     @abstractmethod
     def proposed(self, cell: Experiment, trials: Sequence[Trial]) -> list[Values]:
-        """Return all values to try next. Their runs may be done side by side. An empty list ends the search.
+        """Return all combinations of values to try next in a cell. An empty list ends the search.
 
-        Raises RecipeError if a field has no start value.
+        The runs of all of them may be done side by side. Raises RecipeError if a tuned field has no start value.
+
+        cell: experiment of the cell.
+        trials: completed trials.
         """
 
     @abstractmethod
     def edges(self, cell: Experiment, best: Trial, trials: Sequence[Trial]) -> dict[str, str]:
-        """Return the fields whose best value is at an end of the tried values, with "least" or "largest"."""
+        """Return field -> "least" or "largest" for each field whose best value is at that end of the tried values."""
 
     def limits(self, experiment: Experiment, trials: Sequence[Trial], metric: Metric) -> Limits | None:
         """Return the limits that stop a run of the next trial, given earlier trials. None: no run is stopped."""
@@ -397,7 +400,7 @@ class Halving(Component):
 
 
 class Sampled(Tuning, ABC):
-    """A search that draws each trial from `space`."""
+    """A search that draws the values of each trial from the ranges and lists of `space`."""
 
     trials: int = Field(20, ge=1, description="number of values tried in a cell")
     space: dict[str, Range | list[Scalar]] = Field(

@@ -94,7 +94,7 @@ gpt2: GPT-2 small, without a head.
 def parameters_of(model: str) -> Sequence[tuple[str, tuple[int, ...]] | ParamInfo]:
     """Return the trainable parameters of a model given by a file, the name of a published model, or a task.
 
-    Parameters of a task come with the module types and roles of its model, so that routes can select them.
+    Parameters of a task come with the types and roles of their modules, by which the routes of a recipe select them.
     """
     if Path(model).suffix in (".json", ".yaml", ".yml"):
         return read_shapes(Path(model))

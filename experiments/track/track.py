@@ -99,7 +99,7 @@ def entry_name(recipe: str) -> str:
 
 
 def entry_study(track: Track, entry: TrackEntry, imports: Iterable[str] = ()) -> Study:
-    """Return the study of one entry: every task with its search and its seeds.
+    """Return the study that runs one entry on all tasks, with a search of the learning rate and the track's seeds.
 
     imports: files or modules that define components of the recipe.
     """

@@ -231,7 +231,7 @@ def worse_than_at_first(
     """Return a sentence about a loss that ended above WORSE times its first value, else an empty text.
 
     last: loss at the end of the run: that of the last row of metrics.
-    usual: a median of losses at the end, which must exceed the limit, too. A single spike is thus no rise.
+    usual: median of some losses at the end. It must exceed the limit too, so that a single spike does not count.
     name: name of the loss for readers.
     """
     if first is None or last is None or usual is None or not 0 < WORSE * first < min(last, usual):

@@ -246,7 +246,10 @@ def _plain(value: Any) -> Any:
 
 
 def _listed(data: Mapping[str, Any], field: str) -> list[Any]:
-    """Return a field of the data as a list. A single text counts as a list of one text."""
+    """Return a field of the data as a list. A single text becomes a list of one text.
+
+    Overrides may be a mapping from paths to values. It becomes a list of texts `path=value`.
+    """
     value = data.get(field) or []
     if field == "overrides" and isinstance(value, Mapping):
         return [f"{path}={json.dumps(_plain(item))}" for path, item in value.items()]

@@ -147,9 +147,10 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _require_own_files(module: ModuleType, path: Path) -> None:
-    """Raise RecipeError if a module uses a module of another folder, although its own folder has a file of this name.
+    """Raise RecipeError if a module uses a file of another folder, although its own folder has a file of this name.
 
-    Python imports one module of each name, so that the second of two folders would get the file of the first.
+    Python keeps only one module of each name. If files of two folders import a name that both folders have, the files
+    of the second folder would get the module of the first.
     """
     for name in _used(module):
         file, beside = getattr(sys.modules.get(name), "__file__", None), path.parent / f"{name}.py"

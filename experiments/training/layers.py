@@ -143,7 +143,7 @@ class Layers:
         return columns
 
     def table(self) -> Iterator[dict[str, Any]]:
-        """Yield rows of diagnostics for each layer: the measures of a row of metrics, and three of the run so far.
+        """Yield rows of diagnostics for each layer: LAYER_MEASURES in the last measured step, and three over the run.
 
         update_ratio_peak: largest update_ratio of a measured step.
         update_ratio_first: update_ratio of the first measured step, if the weight was not 0.

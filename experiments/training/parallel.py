@@ -211,7 +211,10 @@ def _grid(ranks: Ranks, groups: int, timeout: float) -> DeviceMesh:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a model: those elements of its outermost lists of modules that have parameters."""
+    """Yield the layers of a model, which are sharded one by one.
+
+    They are the modules with parameters in an `nn.ModuleList` or `nn.Sequential` that is in no other list.
+    """
     for child in model.children():
         if not isinstance(child, (nn.Sequential, nn.ModuleList)):
             yield from _layers(child)

@@ -88,8 +88,8 @@ class RunDirectory:
     ) -> None:
         """Make this the directory of a run with the configuration `config`.
 
-        A run that an error ended before its first row and checkpoint leaves nothing to continue. Its directory is
-        accepted for any configuration, which the caller writes.
+        If an error ended the run in the directory before its first row and checkpoint, there is nothing to continue.
+        The directory is then accepted for any configuration, which the caller must write.
 
         Raises RecipeError if the directory belongs to a run of another configuration, or contains other files.
 
