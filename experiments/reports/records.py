@@ -343,10 +343,10 @@ FEW_EVALUATIONS = 5
 class Records:
     """All runs of a directory, and how reports compare them.
 
-    Runs are compared along the axis `compare`, if their labels on all other axes are equal. Reports show how the metric
-    of each label on this axis differs from that of the label `baseline`. They show no differences among runs none of
-    which has the label `baseline`. Two records are equal only if they are the same object, so that functions of records
-    can be cached.
+    Runs are compared along the axis `compare`: two runs are compared if their labels on all other axes are equal.
+    Reports show how the metric of each label on this axis differs from that of the label `baseline`. If no run with the
+    label `baseline` is among the compared runs, no differences are shown. Two records are equal only if they are the
+    same object, so that functions of records can be cached.
 
     name: name of the study or directory.
     description: question of the study.

@@ -450,7 +450,7 @@ def _final(row: ComparisonRow, panel: ComparisonPanel, form: str) -> TableCell:
 def _summaries(panel: ComparisonPanel, field: str, small: bool = True) -> Callable[[ComparisonRow], tuple[str]]:
     """Return a function from a row to its cell in a column with the mean and the spread of a field over seeds.
 
-    small: if False, small means are no reason for more than three decimals, only small spreads are.
+    small: if False, small means do not lead to more than three decimals. Small spreads still do.
     """
     found = [own for row in panel.rows if (own := row.summary(field)) is not None]
     errors = [(own.spread, own.mean) for own in found if own.spread is not None]

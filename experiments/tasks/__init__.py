@@ -1,4 +1,4 @@
-"""Tasks, each with data, a model and a loss. Also models of which only the shapes of their parameters are given."""
+"""Tasks, each with data, a model and a loss, and models that are given only by names and shapes of parameters."""
 
 from .algorithmic import ModularAddition as ModularAddition
 from .algorithmic import SequenceToSequence as SequenceToSequence

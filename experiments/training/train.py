@@ -91,8 +91,8 @@ def _extend(run: RunDirectory, experiment: Experiment, known: dict[str, Any]) ->
 def _require_extensible(run: RunDirectory, experiment: Experiment, steps: int) -> None:
     """Raise RecipeError if the run cannot be extended to the steps of `experiment`.
 
-    It cannot if these are fewer than its own, if it diverged or was stopped early, or if the updates of its recipe
-    depend on the number of steps.
+    It cannot be extended if these are fewer than its own steps, if it diverged or was stopped early, or if the updates
+    of its recipe depend on the number of steps.
 
     steps: length of the run so far.
     """
