@@ -29,9 +29,21 @@ def convert_adamw(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[s
         A state dict for `optimizer.load_state_dict`.
 
     Raises:
+        TypeError: an argument is not of the type that is named above.
         ValueError: the param groups differ, betas or eps differ, the moments are of AMSGrad or of another optimizer, or
             the optimizer stores its moments in another form.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer: an eigengraft optimizer is required, got {type(optimizer).__name__}; the order is "
+            "convert_adamw(state_dict, optimizer)"
+        )
+    given: object = state_dict
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        raise TypeError(
+            f"state_dict: the state dict of torch's optimizer is required, got {type(given).__name__}; pass "
+            "torch_optimizer.state_dict()"
+        )
     with isolation(optimizer):
         return _converted(state_dict, optimizer)
 

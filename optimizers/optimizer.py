@@ -103,6 +103,8 @@ class Optimizer(ComposedOptimizer):
         **options: Any,
     ) -> None:
         captured = options.pop("capturable", None)
+        if not isinstance(checked, bool):
+            raise TypeError(f"checked: True or False is required, got {checked!r}")
         described = DescribedParameters.of(params)
         self.recipe = load_recipe(recipe, overrides)
         require_options(options, self.recipe)

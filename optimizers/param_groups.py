@@ -91,7 +91,9 @@ def require_options(options: Mapping[str, Any], recipe: Recipe) -> None:
         others += [] if found else [key]
     hint = did_you_mean(others[0], _OPTIONS, first=_other_names(others[0])) if others else ""
     advice = f"; pass overrides={meant}" if meant else ""
-    if others and not hint:
+    if others and others[0] in _OPTIONS:
+        hint, advice = "", f"{advice}; only `compose` has {others[0]}"
+    elif others and not hint:
         advice += f"; if '{others[0]}' is an option of another library, docs/from-torch.md has the field"
     verb = "is no option" if len(unknown) == 1 else "are no options"
     raise TypeError(

@@ -466,6 +466,11 @@ def train(
             be extended.
         DistributedError: another rank was lost.
     """
+    if not isinstance(experiment, Experiment):
+        raise TypeError(
+            f"train: an Experiment is required, got {type(experiment).__name__}; load a file or mapping by "
+            "load_experiment(source)"
+        )
     run = RunDirectory(directory)
     with (
         process_group(experiment.parallel, experiment.device) as ranks,

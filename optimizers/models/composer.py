@@ -102,9 +102,14 @@ def grouped(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None) -> Des
         groups: mappings with `params` (tensors or (name, tensor) pairs), optional `lr` and `weight_decay`, and any keys
             of the user's own; None for one group of all parameters.
 
+    `compose` warns of trainable parameters that are in no group (`parameters-left`).
+
     Raises:
+        TypeError: the arguments are not a module and mappings with `params`.
         ValueError: a parameter of a group is not in the model, or the model has no trainable parameters.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"grouped: a module is required first, got {type(model).__name__}; call grouped(model, groups)")
     named = list(model.named_parameters())
     for name, parameter in named:
         if isinstance(parameter, UninitializedParameter):
@@ -117,10 +122,21 @@ def grouped(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None) -> Des
     if groups is None:
         return DescribedParameters(named, infos, model=model)
     names, found = {id(parameter): name for name, parameter in named}, []
+    group: Any
     for index, group in enumerate(groups):
-        given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise TypeError(
+                f"grouped: group {index}: a mapping with 'params' is required, such as "
+                f"{{'params': [...], 'lr': 0.01}}, got {type(group).__name__}"
+            )
+        given = [group["params"]] if isinstance(group["params"], (Tensor, str)) else group["params"]
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in given]
         for place, own in enumerate(tensors):
+            if not isinstance(own, Tensor):
+                raise TypeError(
+                    f"grouped: group {index}: a tensor or a (name, tensor) pair is required at position {place}, "
+                    f"got {own!r:.60}"
+                )
             if id(own) not in names:
                 raise ValueError(
                     f"grouped: group {index}: the tensor of shape {tuple(own.shape)} at position {place} is no "

@@ -27,6 +27,7 @@ from eigengraft.slots import Slot, StateKey, dotted
 from ..optimizer import Optimizer
 from ..param_groups import unclear_heads
 from ..recipe.recipe import Recipe, Route, slot_keys
+from ..recipe.routing import Match
 from ..state.shown_state import own_state
 from ..write.constraints import Constraint, ConstraintContext
 
@@ -140,6 +141,30 @@ def _zero_rate(composed: Composition) -> Iterator[str]:
     if rates and all(not isinstance(rate, Tensor) and rate == 0 for rate in rates):
         own = composed.optimizer.recipe.lr
         yield f"lr: it is 0, so that no step changes a parameter; set it{f', the recipe has {own:g}' if own else ''}"
+
+
+@recipe_check("route-takes-all")
+def _route_for_all(composed: Composition) -> Iterator[str]:
+    """Warn if a route matches every parameter, so that the recipe's own update receives none."""
+    recipe = composed.optimizer.recipe
+    if route := next((route for route in recipe.routes if route.match == Match()), None):
+        yield (
+            f"routes.{route.name}: it has no `match` and so takes every parameter that no route before it takes; the "
+            "recipe's own `update` receives none. Set its `match`, or write its update as that of the recipe"
+        )
+
+
+@recipe_check("parameters-left")
+def _left_parameters(composed: Composition) -> Iterator[str]:
+    """Warn if trainable parameters of the model are in none of the groups that were given to `grouped`."""
+    model = composed.optimizer.known_model
+    ours = {id(own) for group in composed.optimizer.param_groups for own in group["params"]}
+    named = () if model is None else model.named_parameters()
+    if left := [name for name, own in named if own.requires_grad and id(own) not in ours]:
+        yield (
+            f"{name_some(left, 3)}: trainable and in no group of this optimizer, which never updates "
+            f"{'it' if len(left) == 1 else 'them'}; add a group, or silence this warning if another optimizer does"
+        )
 
 
 @recipe_check("state-large")

@@ -360,8 +360,9 @@ class Recipe(UpdateRule):
 
     def for_run(self, steps: int) -> Recipe:
         """Return the recipe for a run of `steps` steps: with `total_steps` if it depends on the length of the run."""
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps: a positive integer is required, the number of steps of the run, got {steps!r}")
+        given: object = steps
+        if type(given) is not int or given < 1:
+            raise ValueError(f"steps: a positive integer is required, the number of steps of the run, got {given!r}")
         return self.replace(total_steps=steps) if self.lacks_total_steps() else self
 
     def rules(self) -> dict[str, Recipe | Route]:

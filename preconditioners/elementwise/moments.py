@@ -270,7 +270,8 @@ class RMS(Stage):
         uncorrected = summed or (None if self.bias_correction else "bias_correction false")
         if uncorrected and self.eps_on == "raw":
             raise ValueError(
-                f"eps_on: 'raw' cannot be combined with {uncorrected}, by which no bias is corrected; remove eps_on"
+                f"eps_on: 'raw' cannot be combined with {uncorrected}, by which no bias is corrected; set eps_on to "
+                "'corrected'"
             )
         return self
 

@@ -81,6 +81,13 @@ def stop_at(step: int) -> Callable[[Tick], None]:
     return progress
 
 
+def test_a_path_in_place_of_an_experiment_is_refused(tmp_path: Path) -> None:
+    source: Any = "experiment.yaml"
+    with refused(TypeError, "Experiment", "str", "load_experiment"):
+        train(source, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 class TestFiles:
     @pytest.fixture(scope="class")
     @staticmethod

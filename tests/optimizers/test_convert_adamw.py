@@ -99,3 +99,13 @@ def test_state_that_means_something_else_is_refused() -> None:
     stored = compose("adamw_8bit", large, overrides={"update.rms.beta": 0.999})
     with refused(ValueError, "weight", "convert_storage"):
         convert_adamw(theirs.state_dict(), stored)
+
+
+def test_other_arguments_are_refused() -> None:
+    model, theirs = run_of_torch()
+    ours: Any = compose("adamw", model)
+    with refused(TypeError, "optimizer", "dict", "convert_adamw(state_dict, optimizer)"):
+        convert_adamw(ours, theirs.state_dict())  # type: ignore[arg-type]
+    for wrong in (theirs, theirs.state_dict()["state"]):
+        with refused(TypeError, "state_dict", type(wrong).__name__):
+            convert_adamw(wrong, ours)  # type: ignore[arg-type]

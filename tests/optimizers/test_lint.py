@@ -10,6 +10,7 @@ from torch import nn
 
 from eigengraft import Optimizer, compose, shipped_recipes
 from eigengraft.errors import RecipeError
+from eigengraft.optimizers import grouped
 from eigengraft.optimizers.models import lint
 from eigengraft.optimizers.models.lint import Composition, known_checks, recipe_check
 
@@ -21,7 +22,7 @@ def model(width: int = 64) -> nn.Module:
     return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10))
 
 
-def warned(recipe: Any, own: nn.Module, **options: Any) -> list[str]:
+def warned(recipe: Any, own: Any, **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         compose(recipe, own, **options)
@@ -100,6 +101,26 @@ def test_a_learning_rate_of_0_is_named() -> None:
     check_said(message, "lr", 0.001)
     assert message.endswith("[lr-zero]")
     assert warned("adamw", model(), lr=1e-9) == warned("adamw", model(), lr=0.0, silence=["lr-zero"]) == []
+
+
+def test_a_route_that_takes_every_parameter_is_named() -> None:
+    rms = {"update": [{"kind": "rms"}]}
+    (message,) = warned({"update": "momentum", "routes": [{"name": "rest", **rms}]}, model())
+    check_said(message, "routes.rest", "match")
+    assert message.endswith("[route-takes-all]")
+    named = {"update": "momentum", "routes": [{"name": "rest", "match": {"name": "0.*"}, **rms}]}
+    assert warned(named, model()) == []
+
+
+def test_trainable_parameters_in_no_group_are_named() -> None:
+    net = model()
+    first, *others = net.parameters()
+    (message,) = warned("adamw", grouped(net, [{"params": others}]))
+    check_said(message, "0.weight")
+    assert message.endswith("[parameters-left]") and "0.bias" not in message
+    first.requires_grad_(requires_grad=False)
+    assert warned("adamw", grouped(net, [{"params": others}])) == []
+    assert warned("adamw", grouped(net, None)) == warned("adamw", net) == []
 
 
 def test_schedules_beyond_the_run_are_named() -> None:

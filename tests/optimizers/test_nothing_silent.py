@@ -325,6 +325,43 @@ class TestGroupsOfAModel:
         with refused(ValueError, "grouped", 0, "(5, 4)"):
             grouped(Net(), [{"params": list(Net().parameters())}])
 
+    def test_other_arguments_are_refused(self) -> None:
+        model: Any = Net()
+        groups = [{"params": list(model.parameters())}]
+        wrong: list[tuple[Any, Any, list[str | int]]] = [
+            (groups, model, ["grouped", "module", "list"]),
+            (model, groups[0]["params"], ["grouped", 0, "params", "Parameter"]),
+            (model, [{"lr": 0.1}], ["grouped", 0, "params", "dict"]),
+            (model, [{"params": "0.weight"}], ["grouped", 0, "0.weight"]),
+            (model, [*groups, {"params": [3]}], ["grouped", 1, 0, "3"]),
+        ]
+        for first, second, said in wrong:
+            with refused(TypeError, *said):
+                grouped(first, second)
+
+
+def test_the_result_of_an_operation_is_refused_by_its_name() -> None:
+    weight = torch.ones(4, 4, requires_grad=True)
+    with refused(ValueError, "scaled", "operation"):
+        Optimizer([("weight", weight), ("scaled", weight * 2)], "adamw")
+
+
+@pytest.mark.parametrize("wrong", ["no", 1, None])
+def test_checked_is_true_or_false(wrong: Any) -> None:
+    with refused(TypeError, "checked", repr(wrong)):
+        compose("adamw", Net(), checked=wrong)
+
+
+@pytest.mark.parametrize("wrong", ["100", 0, -5, 10.5, True])
+def test_steps_are_a_positive_integer(wrong: Any) -> None:
+    with refused(ValueError, "steps", repr(wrong)):
+        compose("adamw", Net(), steps=wrong)
+
+
+def test_options_of_compose_alone_are_named() -> None:
+    with refused(TypeError, "silence", "compose"):
+        Optimizer(Net().named_parameters(), "adamw", silence=["lr-zero"])
+
 
 def test_an_option_put_into_a_group_by_hand_is_said_and_other_keys_are_not() -> None:
     model = nn.Linear(2, 2)
