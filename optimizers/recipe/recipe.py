@@ -331,7 +331,7 @@ class Recipe(UpdateRule):
                     "the length of every update; remove one of the two"
                 )
         matrices = self.view_of(info).matrices
-        # `view_of` has no matrices for an entry-wise update, but its width factor depends on the fan-in of the module.
+        # `view_of` returns no matrices for an entry-wise update, but the factors depend on the fan-in of matrices
         if rule.entrywise():
             convolution = info.facts.convolution is not None and isinstance(rule.view, Batches)
             matrices = (Modules(heads=False) if convolution else rule.view).of(info.shape, info.facts).matrices

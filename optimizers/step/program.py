@@ -204,7 +204,7 @@ class StackStep:
         run_chain(self.blocks.stack_state.rule.update, self.state("update"), gradient, gradient, self.context)
 
     def direction(self) -> Tensor:
-        """Return the directions `[n, *block]`, computed by the program on the whole stack."""
+        """Return the directions `[n, *block]` of all active blocks, computed by the stages."""
         own, rows = self.blocks.stack_state, self.blocks.rows
         factors = own.width_factors if own.width_factors is None or rows is None else own.width_factors[rows]
         decay = None if self.decaying is None else self._add_decay

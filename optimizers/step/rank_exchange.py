@@ -95,7 +95,7 @@ class RankExchange(LocalExchange):
         rank_checks, gather = self.rank_checks, self._backward_gather
         if gather is None:
             return rank_checks.survey(given.gradients, given.present, numbers, self._copied, {})
-        for work in self._gathering.values():  # messages that remain from a step that used no gradient
+        for work in self._gathering.values():  # messages with gradients of a step that was skipped
             work.wait()
         begun = gather.report(self._parameters[0].device)
         survey = rank_checks.survey(given.gradients, given.present, numbers, self._copied, begun)

@@ -263,16 +263,18 @@ class ProgramSource:
 
 
 def signal_input(name: str) -> str:
-    """Return the name of the input of a program that holds a signal."""
+    """Return the name that a signal has among the inputs of a traced program."""
     return f"signals.{name}"
 
 
 @contextmanager
 def _scheduled(source: ProgramSource, given: Mapping[str, Tensor]) -> Iterator[UpdateRule]:
-    """Yield the update rule of a program for the time of its trace, with an input tensor for each scheduled number.
+    """Yield the update rule that is traced, with an input tensor in place of each scheduled number.
 
-    A scheduled number is a field of a stage that has a schedule instead of one number.
+    A scheduled number is a field of a stage that has a schedule. Within this context stages compute with the tensor as
+    with a float.
 
+    source: the declaration of the traced program.
     given: the inputs of the program by name.
     """
     schedules = source.schedules
@@ -303,9 +305,10 @@ def _key(x: Any) -> Hashable:
 
 
 def _sample(kind: TensorKind, device: torch.device, value: float = 0.0) -> Tensor:
-    """Return a sample input. Numbers and masks, which may be rows of a tensor, are not aligned to 16 bytes.
+    """Return an input with which a program is traced. Numbers and masks are not aligned to 16 bytes.
 
-    If a sample is aligned, Inductor's program on a GPU copies an input that is not, in each call and by a kernel.
+    In a step, numbers and masks may be rows of one tensor, and rows are not aligned. If the samples were aligned, the
+    program that Inductor compiles for a GPU would copy such inputs in every call, by one more kernel.
     """
     shape, dtype = kind
     if shape and dtype != torch.bool:
@@ -354,8 +357,9 @@ class Program:
     """A traced program, with the functions that compute its inputs for a step.
 
     asked: for each number of the step that the stages request, the function that computes it, in the order of requests.
-    questions: conditions on the step that stages have checked during the trace, with the answers at `TYPICAL_STEP`, a
-        late step. The program is right only for steps with the same answers.
+    questions: conditions on the step, such as `step > 10`, each as a function of step counts. While stages are traced,
+        they branch as at `TYPICAL_STEP`, a late step. The program is valid only for steps at which all conditions have
+        the same values.
     inputs: shape and dtype of each input by name, in order: those of `source`, and then the numbers that stages request
         (`asked`).
     numbered: names of the last inputs: scheduled numbers, and then the numbers that stages request.
@@ -373,9 +377,8 @@ class Program:
 
     def __post_init__(self) -> None:
         source = self.source
-        with FakeTensorMode(
-            allow_non_fake_inputs=True
-        ) as fake:  # as in the trace, so that branches of the code are the same
+        # `trace` uses fake tensors too, so that this run takes the same branches of the code
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             samples = {name: fake.from_tensor(_sample(kind, source.device)) for name, kind in source.inputs.items()}
             source.run(samples, self._learn, self.questions)
         if any(
@@ -555,7 +558,7 @@ def generate(graph: torch.fx.GraphModule, symbolic: bool) -> CompiledCode:
     as long (measured). If this version of torch lacks functions for a call without guards, torch.compile is used, with
     a warning.
 
-    symbolic: True if the length of the program's long axis may change from call to call.
+    symbolic: True if the length of the second axis of the input tensors may change from call to call.
     """
     try:
         return _without_guards(graph)

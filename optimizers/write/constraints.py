@@ -92,7 +92,7 @@ class Constraint(Schedulable, ABC, family="constraint"):
     @property
     @final
     def requests(self) -> tuple[Request, ...]:
-        """The requests for the signals in `requires_some`. A parameter may lack a signal that another parameter has."""
+        """Requests for the signals in `requires_some`. A parameter without the signal is not constrained."""
         return tuple(Request(name, "if_given") for name in sorted(self.requires_some))
 
     @final
