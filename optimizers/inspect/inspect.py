@@ -106,7 +106,7 @@ def _require_numbers(param_sets: Iterable[ParamSet], who: str) -> None:
 
 
 def _of_norms(param_set: ParamSet, watch: NormWatch) -> Iterator[Measurement]:
-    """Yield the norms of each parameter in a watched step: of the weight, the gradient (if any) and the update."""
+    """Yield the norms of each parameter in the measured step: of the weight, the gradient (if any) and the update."""
     ranks = 1 if param_set.rank_group is None else param_set.rank_group.size
     squares = watch.squares(ranks).T.tolist()
     for name, (weight, gradient, update), given in zip(param_set.names, squares, watch.with_gradient, strict=True):
@@ -119,7 +119,7 @@ def _of_norms(param_set: ParamSet, watch: NormWatch) -> Iterator[Measurement]:
 
 
 def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sample]) -> Iterator[Measurement]:
-    """Yield what was measured in the step that `watch_next_step` selected, for the blocks of a stack.
+    """Yield the measurements of the step after `watch_next_step`, for the blocks of a stack.
 
     If a measure of a block was recorded several times in the step, only the last value is used.
     """

@@ -192,7 +192,7 @@ class _Seen:
     key_heads: number of key heads on this rank.
     heads: this rank's ranges of query heads and of key heads, if queries and keys are DTensors; None if queries and
         keys are plain tensors.
-    shards: (shape of the weight, box of the rank's shard) by name of the weight.
+    shards: (shape of the weight, indices of this rank's shard) by name of the weight.
     """
 
     width: int

@@ -494,7 +494,9 @@ def stored_slots(recipe: Recipe, path: str, block: tuple[int, ...], dtype: torch
 def block_bytes(recipe: Recipe, path: str, block: tuple[int, ...], dtype: torch.dtype) -> Counter[str]:
     """Return the bytes of a block's state by its location between steps: "" for the device of the block.
 
-    The arguments are those of `stored_slots`.
+    path: path of the block's update rule in the recipe.
+    block: shape of the block.
+    dtype: dtype in which the block's update is computed.
     """
     found = Counter[str]()
     for stored in stored_slots(recipe, path, block, dtype).values():

@@ -308,7 +308,7 @@ class Heads:
         return waived or not self.consumed(layer)
 
     def _numbered(self, last: Layer) -> Layer | None:
-        """Return the last layer if it is the last of numbered layers (`fc1`, `fc2`, `fc3`) at the top; else None."""
+        """Return the last layer if it is the last of numbered layers (`fc1`, `fc2`, `fc3`) of one module; else None."""
         matched = _NUMBERED.fullmatch(last.path[-1]) if last.path else None
         if matched is None or last.kind == "other" or _has_number(last.path[:-1]) or self.consumed(last):
             return None
@@ -413,7 +413,7 @@ def _names(path: Attributes) -> list[str]:
 
 def _pads(outputs: int, rows: int) -> bool:
     """Return True if `outputs` is `rows`, or `rows` rounded up to a multiple of 8 or of a larger power of two."""
-    power = outputs & -outputs  # the largest power of two that divides it
+    power = outputs & -outputs  # the largest power of two that divides `outputs`
     return outputs == rows or (power >= 8 and 0 < outputs - rows < min(power, MOST_PADDING, rows))
 
 

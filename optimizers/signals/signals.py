@@ -487,7 +487,6 @@ class Signals:
         Raise ValueError on all ranks if a required signal has no value.
 
         steps: parameter sets with the inputs of their steps.
-
         taken: number of steps before this one. None: the largest step count of the parameters.
         """
         self._follow_first(param_set for param_set, _ in steps)

@@ -173,7 +173,7 @@ class StackState:
         return cast(Quantizer, self.encoded[name].codec).format()
 
     def restart(self, row: int, changed: Container[str]) -> None:
-        """Reset each slot of a block to its initial value if all its entries are zero.
+        """Reset the slots of a block whose entries are all zero to their initial values.
 
         Code outside of the optimizer resets state by writing zeros, but zero is not the initial value of every slot.
 
@@ -252,7 +252,7 @@ class StackState:
         return [{name: rows[row] for name, rows in slots.items()} for row in range(len(self.stack.param_ids))]
 
     def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use other tensors for a part of the state.
+        """Replace some of the tensors that store the state of the stack.
 
         tensors: the new tensors, by name.
         """

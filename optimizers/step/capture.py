@@ -51,7 +51,7 @@ type."""
 
 
 class Graph(Protocol):
-    """Recorded operations of a device."""
+    """Operations that were recorded on a device and can be run again."""
 
     def replay(self) -> None:
         """Run the recorded operations again, on the same addresses."""
@@ -347,9 +347,9 @@ class CapturedStacks:
         return self.reason
 
     def _scales(self, rates: Rates) -> dict[tuple[str, int], StepRates]:
-        """Return learning rates and weight decay of a step, once for all param groups that have equal ones.
+        """Return the learning rates and weight decays of a step. Param groups with equal values share one item.
 
-        The key is (path of the update in the recipe, index of the first of the groups with equal rates).
+        The key is (path of the update in the recipe, index of the first param group with these values).
         """
         known, alike = self._pairs, rates.alike.tobytes()
         if known is None or known[0] != alike:

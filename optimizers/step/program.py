@@ -213,10 +213,9 @@ class StackStep:
         return found
 
     def rehearse(self) -> None:
-        """Run the program on a copy of the state, and drop its result.
+        """Run the stages on a copy of the state and drop the result, so that a measured step can observe the stages.
 
-        A fused kernel computes the actual step. The watch of the stack, which observes calls of stages, can measure the
-        step only in this way.
+        A fused kernel computes the actual step, and does not call the stages.
         """
         copies = {name: tensor.clone() for name, tensor in self.blocks.stack_state.tensors.items()}
 

@@ -71,7 +71,7 @@ class ScheduledNumbers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the inputs of a traced program from which it reads these numbers."""
+        """Names that the numbers have among the inputs of a traced program."""
         return tuple(f"scheduled.{at}" for at in range(len(self.of_numbers)))
 
     def at(self, step: int) -> list[float]:
@@ -256,7 +256,10 @@ class ProgramSource:
             return ()
 
     def _add_decay(self, given: Mapping[str, Tensor], state: State, found: Tensor) -> Tensor:
-        """Return directions plus alpha W, with the input `decaying` as W."""
+        """Return directions plus their weight decay alpha W. The inputs `decaying` and `alpha` are W and alpha.
+
+        found: directions.
+        """
         assert self.decay is not None
         scale = StepRates(1.0, given["alpha"], self.decay)
         return add_decay(found, given["decaying"], state.scope("update"), self.sizes, partial(plus_decay, scale=scale))
@@ -450,7 +453,10 @@ class Program:
         return [*self.source.schedules.at(run_step), *map(float, self._on_host.row(step).values())]
 
     def eager(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the program without compilation, kernel by kernel, on the inputs of `compiled`."""
+        """Run the program without compilation, kernel by kernel.
+
+        tensors: the inputs in the order of `inputs`.
+        """
         given = dict(zip(self.inputs, tensors, strict=True))
         asked = iter(tensors[len(self.source.inputs) :])
         return self.source.run(given, lambda number: next(asked), [])

@@ -335,7 +335,7 @@ class ParameterUpdate:
 
     def slice_rows(self, chosen: Sequence[int]) -> ParameterUpdate:
         """Return the update of the tensors with the chosen indices. It has no constraints."""
-        if len(chosen) == len(self.updates):  # all tensors, in the same order
+        if len(chosen) == len(self.updates):  # all indices, in order
             return replace(self, constraints=())
         mask = None if self.mask is None else [self.mask[index] for index in chosen]
         return ParameterUpdate([self.updates[index] for index in chosen], self.step_rates, mask)

@@ -319,7 +319,7 @@ class Rates:
 
     @cached_property
     def same(self) -> int | None:
-        """The one index that `alike` has for all parameters if all param groups have equal rates. None: they differ."""
+        """The value of all entries of `alike` if all param groups have equal rates. None: the rates differ."""
         firsts = {*self._firsts.values()}
         return firsts.pop() if len(firsts) == 1 else None
 
