@@ -62,7 +62,10 @@ def without_dynamo(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def isolated(method: Callable[Concatenate[_O, _P], _T]) -> Callable[Concatenate[_O, _P], _T]:
-    """Decorate a method of an optimizer: it runs in `isolation`, and torch.compile does not trace it."""
+    """Decorate a method of an optimizer, so that modes of its caller such as autocast do not change its result.
+
+    The method runs in the context `isolation`, and torch.compile does not trace it.
+    """
 
     @wraps(method)
     def run(optimizer: _O, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -323,7 +323,7 @@ class Optimizer(ComposedOptimizer):
         return self.hypers()
 
     def hypers(self) -> list[Hyper]:
-        """Return the present values of the param groups."""
+        """Return the learning rate, its peak and the weight decay that each param group has now."""
         return [Hyper.of(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
 
     def step_some(self, param_set: ParamSet, hypers: Sequence[Hyper], taken: int, only: NDArray[np.bool_]) -> None:
@@ -514,11 +514,12 @@ class ModelLink:
         self._places = {name: places[id(own)] for name, own in named.items() if id(own) in places}
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise RuntimeError if a parameter was replaced in the model by one that is in no group and has a gradient.
+        """Raise RuntimeError if a new parameter of the model has replaced a parameter that the optimizer updates.
 
-        The new parameter has the name of the old one, or it has the shape of the old one and a name that is new in the
-        model, which the old one has left (`remove_parametrizations`). Weights that were tied after the optimizer was
-        made are accepted, because the tied parameter is in a group.
+        A new parameter is in no param group and has a gradient. It has replaced an old one in two cases: it has the
+        name of the old one, or it has a new name and the shape of the old one, and the old one is no longer in the
+        model (as after `remove_parametrizations`). Weights that were tied after the optimizer was made are accepted,
+        because the tied parameter is in a group.
         """
         ours = {id(parameter) for group in groups for parameter in group["params"]}
         held = {} if (model := self.model()) is None else dict(model.named_parameters())

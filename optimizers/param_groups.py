@@ -325,7 +325,7 @@ def require_own_memory(rows: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _span(name: str, tensor: Tensor) -> Iterator[_Span]:
-    """Yield the addresses of a parameter. Yield nothing for a tensor without memory of its own or without strides."""
+    """Yield the memory of a parameter. Yield nothing for a tensor without memory of its own or without strides."""
     strided = tensor.layout is torch.strided and not tensor.is_nested
     if not strided or not tensor.numel() or tensor.is_meta or fake_mode(tensor) is not None:
         return
@@ -349,7 +349,7 @@ def _span(name: str, tensor: Tensor) -> Iterator[_Span]:
 def _require_apart(spans: Sequence[_Span]) -> None:
     """Raise ValueError if two parameters have an entry in the same memory.
 
-    spans: parameters in the order of their first addresses, each of which lies before the end of an earlier one.
+    spans: parameters whose ranges of addresses overlap, in the order of their first addresses.
     """
     if len(spans) < 2:
         return

@@ -1,4 +1,4 @@
-"""Learning rates that transfer between model widths: a factor for each matrix, from role, shape and update."""
+"""Factors for the updates of matrices, from role and shape, so that one learning rate suits models of all widths."""
 
 from __future__ import annotations
 

@@ -73,9 +73,9 @@ memory as the state, which offloading saves, and more than 64 MiB would hardly b
 
 
 def _owned(entries: Sequence[Mapping[str, StateEntry]]) -> Iterator[list[tuple[int, str, StateEntry]]]:
-    """Yield lists of state tensors that one rank stores (their owner), as (position of the parameter, key, entry).
+    """Yield lists of the state tensors that are stored only by their owner, which is one of the ranks.
 
-    Ranks exchange the tensors of a list together.
+    An item of a list is (position of the parameter, key, entry). Ranks exchange the tensors of a list together.
     """
     sizes = (
         ((position, key, entry), math.prod(entry.shape) * entry.dtype.itemsize)

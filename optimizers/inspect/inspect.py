@@ -54,7 +54,7 @@ def watch_next_step(
         after.remove()
         rows = [row for param_set, watch in norms for row in _of_norms(param_set, watch)]
         for param_set, stack_state, watch in watched:
-            if stack_state.step_watch is watch:  # no other call of this function came between the two
+            if stack_state.step_watch is watch:  # a later call of `watch_next_step` replaces the watch
                 stack_state.step_watch = None
                 rows += _of_step(param_set, stack_state, watch.samples.values())
         store(rows)
@@ -106,7 +106,7 @@ def _require_numbers(param_sets: Iterable[ParamSet], who: str) -> None:
 
 
 def _of_norms(param_set: ParamSet, watch: NormWatch) -> Iterator[Measurement]:
-    """Yield the norms of each parameter in a watched step: of the weight, the gradient (if any) and the update."""
+    """Yield the norms of each parameter in the measured step: of the weight, the gradient (if any) and the update."""
     ranks = 1 if param_set.rank_group is None else param_set.rank_group.size
     squares = watch.squares(ranks).T.tolist()
     for name, (weight, gradient, update), given in zip(param_set.names, squares, watch.with_gradient, strict=True):
@@ -119,7 +119,7 @@ def _of_norms(param_set: ParamSet, watch: NormWatch) -> Iterator[Measurement]:
 
 
 def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sample]) -> Iterator[Measurement]:
-    """Yield what was measured in the step that `watch_next_step` selected, for the blocks of a stack.
+    """Yield the measurements of the step after `watch_next_step`, for the blocks of a stack.
 
     If a measure of a block was recorded several times in the step, only the last value is used.
     """
@@ -233,8 +233,8 @@ class StepWatch(Watch):
         square, product = _dot(update, update), _dot(update, gradient)
         squares = self._squares(inputs["gradient"], gradient)
         paths = (state.path, *([] if len(self._calls) > 1 else [state.path.rpartition(".")[0]]))
-        # A stage that another stage calls has rows under its own path alone. A stage of the update's chain also writes
-        # the rows of the chain, so that these are of the last stage in the end.
+        # A stage inside another stage stores samples under its own path alone. A stage of the update's chain also
+        # stores them under the path of the chain. There the last stage overwrites the samples of the earlier ones.
         for path in paths:
             self._add(state, path, ("", "update_rms"), (square, square, torch.full_like(square, update.shape[1])))
             self._add(state, path, ("", "cosine"), (product, square, squares))

@@ -1,6 +1,6 @@
 """Norms of parameters, gradients and updates in one step: a few kernels for all parameters, and no wait for the device.
 
-`inspect` shows the norms of a watched step, and a training run writes norms into its metrics.
+`inspect` shows the norms of a step after `watch_next_step`, and a training run writes norms into its metrics.
 """
 
 from __future__ import annotations

@@ -53,10 +53,11 @@ class _Sum:
 
 @dataclass
 class _Running:
-    """The contribution of a backward that has not ended yet to the sum of one parameter.
+    """The values that one backward, while it runs, has collected for the sum of one parameter.
 
-    stamp: `_stamp` of the parameter's gradient before the backward.
-    found: the values that the backward has added; None if it has added none.
+    stamp: `_stamp` of the parameter's gradient before the backward. If it differs afterwards, the backward has changed
+        the gradient.
+    found: the joined values; None if there are none yet.
     """
 
     parameter: Tensor
@@ -81,12 +82,14 @@ class GradientSums(ABC):
     the earlier gradient.
 
     A backward may leave the gradient unchanged (`torch.autograd.grad`). Its values are used only if no other backward
-    of the step changes the gradient. For a DTensor they are also used if a later backward changes it. The optimizer is
-    referenced weakly.
+    of the step changes the gradient. DTensors are an exception, because FSDP may change a gradient only in the last
+    backward of a step: the values are also used if a later backward changes the gradient. The optimizer is referenced
+    weakly.
 
     name: name of the signal.
     join: operation that joins values.
-    measured: True to keep samples of gradients, which the method `factor` needs.
+    measured: True to keep samples of gradients, from which the method `factor` finds by which factor gradients were
+        scaled after the backward (by `clip_grad_norm_`, for example).
     """
 
     def __init__(self, optimizer: Optimizer, name: str, join: Join, measured: bool = False) -> None:
@@ -206,7 +209,8 @@ class GradientSums(ABC):
     def _end(self, backward: _Backward) -> None:
         """Join the contributions of a finished backward with the sums.
 
-        A contribution for a parameter whose gradient did not change is stored apart from the sums, in `_loose`.
+        If a backward did not change the gradient of a parameter, its contribution is stored apart, in `_loose`. It is
+        used only if no other backward of the step changes this gradient.
         """
         found, changed = dict(backward), list[tuple[Hashable, Tensor]]()
         backward.clear()

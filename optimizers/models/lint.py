@@ -426,7 +426,7 @@ def _of_blocks(clip: Stage, block: tuple[int, ...]) -> bool:
 
 
 def _decays(constraint: Constraint) -> bool:
-    """Return True if a constraint has no state and shrinks parameters the more, the larger the learning rate is."""
+    """Return True if a constraint has no state, and shrinks parameters more at a larger learning rate."""
     if constraint.requires_some or constraint.slots((2, 2)):
         return False
     ones = [torch.ones(2, 2, dtype=torch.float32, device="cpu")]

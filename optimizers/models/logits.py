@@ -162,9 +162,8 @@ class _Span:
     def place(self, numbers: Tensor, name: str) -> Tensor:
         """Return one number for each head of all ranks: the given numbers for heads of this rank, 0 for other heads.
 
-        The range of this rank (`start`, `length`) counts heads or rows of the weight. Every head has the same number of
-        rows. So a head is d = `length` / (number of heads of this rank) units of the range, and the first head of this
-        rank has the number `start` / d.
+        The range of this rank (`start`, `length`) counts heads, or outputs of a weight. Every head has the same number
+        d of outputs, so the first head of this rank has the index `start` / d. For a range of heads d is 1.
 
         numbers: one number for each head of this rank.
         name: name of the weight, for the message.
@@ -193,7 +192,7 @@ class _Seen:
     key_heads: number of key heads on this rank.
     heads: this rank's ranges of query heads and of key heads, if queries and keys are DTensors; None if queries and
         keys are plain tensors.
-    shards: (shape of the weight, box of the rank's shard) by name of the weight.
+    shards: (shape of the weight, indices of this rank's shard) by name of the weight.
     """
 
     width: int
@@ -235,9 +234,10 @@ class _Seen:
 
 
 def _shard(weight: Tensor) -> tuple[tuple[int, ...], Box]:
-    """Return the shape of a full weight, and the box of the weight that this rank has under tensor parallelism.
+    """Return the shape of a full weight, and the part of it that this rank holds under tensor parallelism.
 
-    The sharding of `fully_shard` is ignored, because a forward uses gathered weights.
+    The part is a `Box`, a range of indices along each axis. The sharding of `fully_shard` is ignored, because a forward
+    uses gathered weights.
     """
     shape = tuple(weight.shape)
     if not is_dtensor(weight):

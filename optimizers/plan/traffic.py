@@ -119,8 +119,8 @@ def wire(
             if place not in holdings:
                 holdings[place] = holding(layouts[block.position], block.grid)
             entries[block.owner] += holdings[place]
-        # an owner receives gradients from the ranks of its replica, which together hold every entry once, and returns
-        # updates to all ranks that hold entries of the block
+        # An owner receives gradients from one set of ranks that together hold every entry once (its replica). It sends
+        # updates to all ranks that hold entries of the block.
         for _ in range(times):
             there.add_all_to_all(own[0].gradient_dtype.itemsize * entries.T * (replicas[:, None] == replicas))
         back.add_all_to_all(own[0].update_dtype.itemsize * entries)

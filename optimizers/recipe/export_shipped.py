@@ -8,7 +8,10 @@ from .loading import read_yaml, recipe_folder
 
 
 def shipped_json() -> str:
-    """Return all YAML recipes as JSON text, one a line. A test requires that `shipped.json` has exactly this text."""
+    """Return all YAML recipes as JSON text, one recipe on each line.
+
+    A test requires that `shipped.json` has exactly this text.
+    """
     folder = recipe_folder()
     names = sorted(folder.rglob("*.yaml"))
     data = {path.relative_to(folder).with_suffix("").as_posix(): read_yaml(path) for path in names}

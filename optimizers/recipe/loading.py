@@ -288,7 +288,7 @@ def parse_yaml(text: str, source: str = "value") -> Any:
 
     Raises:
         RecipeError: the text is malformed. The message has line and column of the error. If a brace, bracket or quote
-            is not closed, they are those of this character, because the parser sees the error only in a later line.
+            is not closed, the message has the place of this character. The parser sees the error only in a later line.
     """
     try:
         from ruamel.yaml.error import MarkedYAMLError, YAMLError

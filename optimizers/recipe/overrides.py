@@ -236,8 +236,11 @@ def differences(old: Any, new: Any) -> list[str]:
 
 
 def first_differences(lines: Sequence[str]) -> list[str]:
-    """Return the lines of `differences` that an error shows. If there are many, leaves that only one of the two
-    declarations has are counted, but not shown, because most of them are fields of parts that other lines name.
+    """Return the lines of `differences` that an error shows.
+
+    If there are too many lines, only fields that both declarations have are shown, and the other lines are counted.
+    Most of the fields that only one declaration has belong to a part that differs as a whole, such as a stage, and a
+    shown line names this part.
     """
     both = [line for line in lines if not re.search("(: absent -> | -> absent$)", line)]
     shown = first_lines(lines)

@@ -331,7 +331,7 @@ class Recipe(UpdateRule):
                     "the length of every update; remove one of the two"
                 )
         matrices = self.view_of(info).matrices
-        # `view_of` has no matrices for an entry-wise update, but its width factor depends on the fan-in of the module.
+        # `view_of` returns no matrices for an entry-wise update, but the factors depend on the fan-in of matrices
         if rule.entrywise():
             convolution = info.facts.convolution is not None and isinstance(rule.view, Batches)
             matrices = (Modules(heads=False) if convolution else rule.view).of(info.shape, info.facts).matrices
@@ -495,7 +495,9 @@ def stored_slots(recipe: Recipe, path: str, block: tuple[int, ...], dtype: torch
 def block_bytes(recipe: Recipe, path: str, block: tuple[int, ...], dtype: torch.dtype) -> Counter[str]:
     """Return the bytes of a block's state by its location between steps: "" for the device of the block.
 
-    The arguments are those of `stored_slots`.
+    path: path of the block's update rule in the recipe.
+    block: shape of the block.
+    dtype: dtype in which the block's update is computed.
     """
     found = Counter[str]()
     for stored in stored_slots(recipe, path, block, dtype).values():

@@ -164,9 +164,9 @@ class Heads:
         return any(other.kind == "linear" and other.inputs[0] % layer.outputs == 0 for other in after)
 
     def repeated(self, layer: Layer) -> bool:
-        """Return True if a layer is in a list of modules in which another element has a layer at the same path.
+        """Return True if a layer is in a module that a list repeats, such as a transformer block.
 
-        The path is that of the layer within its element.
+        Another element of the list then has a layer at the same path within the element.
         """
         return any(self.elements[pattern] > 1 for pattern in _lists(layer.path))
 
@@ -215,9 +215,8 @@ class Heads:
             return direct[-1]
         inside = [layer for layer in layers if layer.kind != "other" and not self.repeated(layer)]
         free = [layer for layer in inside if not layer.tied and not self.consumed(layer)]
-        if any(
-            layer.tied for layer in inside
-        ):  # a tied weight counts as an embedding: only layers without one may be heads
+        # a tied weight is an embedding here; another layer may be the head only if no layer consumes its outputs
+        if any(layer.tied for layer in inside):
             inside = free
         final = [layer for layer in free if _is_final(layer.path[depth:]) and not _HIDDEN.intersection(layer.path)]
         final = final or [layer for layer in inside if not _names(layer.path[depth:])]
@@ -309,7 +308,7 @@ class Heads:
         return waived or not self.consumed(layer)
 
     def _numbered(self, last: Layer) -> Layer | None:
-        """Return the last layer if it is the last of numbered layers (`fc1`, `fc2`, `fc3`) at the top; else None."""
+        """Return the last layer if it is the last of numbered layers (`fc1`, `fc2`, `fc3`) of one module; else None."""
         matched = _NUMBERED.fullmatch(last.path[-1]) if last.path else None
         if matched is None or last.kind == "other" or _has_number(last.path[:-1]) or self.consumed(last):
             return None
@@ -358,7 +357,11 @@ class Heads:
                     self.why.setdefault(layer.key, f"output head beside {'.'.join(head.path)}")
 
     def _hidden(self, layer: Layer) -> bool:
-        """Return True if a layer next to a head is no head: by name or kind, or as another layer uses its output."""
+        """Return True if a layer next to a head is not a head itself.
+
+        This is so if its name, its kind or a tied weight excludes it, if another layer uses its output, or if a list
+        repeats it.
+        """
         named = layer.path[-1] in _HIDDEN or layer.tied or layer.kind == "other"
         return named or self.consumed(layer) or self.repeated(layer)
 
@@ -410,7 +413,7 @@ def _names(path: Attributes) -> list[str]:
 
 def _pads(outputs: int, rows: int) -> bool:
     """Return True if `outputs` is `rows`, or `rows` rounded up to a multiple of 8 or of a larger power of two."""
-    power = outputs & -outputs  # the largest power of two that divides it
+    power = outputs & -outputs  # the largest power of two that divides `outputs`
     return outputs == rows or (power >= 8 and 0 < outputs - rows < min(power, MOST_PADDING, rows))
 
 

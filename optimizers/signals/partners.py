@@ -54,10 +54,12 @@ class PairedParameter:
         return self.factor.partner
 
     def signal(self, name: str, partner: PairedParameter) -> Tensor:
-        """Return the signal `name`: the partner's value, its earlier value, or its gradient.
+        """Return the value of a signal: the partner's present value, its earlier value, or its gradient.
 
-        The result is a matrix whose last axis is the one that both factors share. It is a copy, because the partner may
-        be updated before the signal is used.
+        The parameter and its partner are the two factors of a product, and have one axis in common. In the result this
+        axis is the last one. The result is a copy, because the partner may be updated before the signal is used.
+
+        name: name of the signal, "partner", "partner_before" or "partner_gradient".
         """
         assert self.factor is not None and self.param_set is not None
         if name == "partner_gradient":
@@ -94,7 +96,7 @@ class PairedParameter:
     def remember(self, partner: PairedParameter) -> None:
         """Store the present value of the partner (the other factor of a LoRA pair), if this step updates the parameter.
 
-        At the next update it is the signal for the value that the partner had before.
+        In the next update of the parameter, the stored value is the signal "partner_before".
         """
         assert self.step is not None
         if self.step.active[self.position]:

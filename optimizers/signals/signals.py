@@ -54,10 +54,13 @@ class Provided:
         return {name for name, values in self._kept.items() if values}
 
     def add(self, signal: Signal, value: Given, parameters: Iterable[Tensor]) -> None:
-        """Join a value with earlier values for the same step, by `signal.reduce`.
+        """Store a value of a signal for the next step. If there is one already, join both by `signal.reduce`.
+
+        value: a number, or a mapping {parameter: number or tensor}.
+        parameters: the parameters of the optimizer.
 
         Raises:
-            ValueError: a key is no parameter of the optimizer, or a value has a wrong shape.
+            ValueError: a key of the mapping is no parameter of the optimizer, or a tensor has a wrong shape.
         """
         kept = self._kept.setdefault(signal.name, {})
         known = {id(parameter): parameter for parameter in parameters}
@@ -195,27 +198,27 @@ class SignalCall:
         level = ALL if all(position in self.values for position in self.wanted) else SOME
         level = MISSING if any(position not in self.values for position in self.needed) else level
         if extent == "entry":
-            return {self.level: [level]}
+            return {self.level_field: [level]}
         if extent in TENSORS:
             sizes = [float(self.values[at].numel()) if at in self.values else 0.0 for at in range(positions)]
-            return {self.level: [level], name: sizes}
+            return {self.level_field: [level], name: sizes}
         zero = torch.zeros((), dtype=torch.float64, device=device)
         places = [next(iter(self.values), 0)] if extent == "step" else range(positions)
         numbers = [number_like(self.values[at].reshape(()), zero) if at in self.values else zero for at in places]
-        return {self.level: [level], name: torch.stack(numbers)}
+        return {self.level_field: [level], name: torch.stack(numbers)}
 
     @property
-    def level(self) -> str:
-        """Return the name under which `fields` has `MISSING`, `SOME` or `ALL`: how complete this rank's values are."""
+    def level_field(self) -> str:
+        """Name of the field (see `fields`) that says how complete the values of a rank are."""
         return f"level of {self.signal.name}"
 
     def used(self, level: float, sizes: Tensor | None) -> Sequence[int]:
         """Return the positions of the parameters that receive the signal in this step. They are the same on all ranks.
 
-        If all ranks have all values (level `ALL`), these are all parameters that request the signal. Otherwise (`SOME`)
-        they are only the parameters that cannot do without it. A signal whose tensors have a number for each group of
-        outputs is an
-        exception: every parameter that requests it and has a value on all ranks receives it.
+        If all ranks have all values (level `ALL`), every parameter that requests the signal receives it. Otherwise
+        (level `SOME`) only the parameters that require it in this step receive it. There is one exception: if the
+        tensors of the signal have a number for each group of outputs, such as a head, every parameter that requests the
+        signal and has a value on all ranks receives it.
 
         level: the lowest level of all ranks, `SOME` or `ALL`.
         sizes: `[R, P]`, size of each parameter's tensor on each rank, 0 if it is missing. None: the signal has no
@@ -249,7 +252,7 @@ def gather_signals(
     found, missing = gather_fields(ranks, fields, device, what), list[SignalCall]()
     numbers, tensors = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
     for call in calls:
-        level, values, name = float(found[call.level].min()), found.get(call.signal.name), call.signal.name
+        level, values, name = float(found[call.level_field].min()), found.get(call.signal.name), call.signal.name
         if level == MISSING:
             missing.append(call)
         elif used := call.used(level, values):
@@ -438,10 +441,10 @@ class Signals:
         return [(name, path, name in needed) for name, path in left.items()]
 
     def _follow_first(self, param_sets: Iterable[ParamSet]) -> None:
-        """Remove signals from `open_first` whose first step is over: they are required in the first step alone.
+        """Remove a signal that is required only in a first step from `open_first` when this step is over.
 
-        It is over when one parameter whose update requires the signal has made a step. Steps before a checkpoint was
-        saved count too.
+        The first step is over when a parameter whose update requires the signal has made a step, in this run or in the
+        run that saved a loaded checkpoint.
         """
         if self.open_first:
             rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
@@ -451,8 +454,8 @@ class Signals:
     def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
         """Return True if signals must be computed before the first stack of these parameter sets is stepped.
 
-        This is so if a stage requests the sum of a slot over all blocks of all parameters, or any signal outside of
-        `PER_STACK`.
+        This is so if a stage requests the sum of a slot over all blocks of all parameters. It is also so if any signal
+        is requested that is not computed for each stack while it is stepped (`PER_STACK`).
         """
         return not self.asking.keys() <= PER_STACK or any(map(self.totals, param_sets))
 
@@ -484,7 +487,6 @@ class Signals:
         Raise ValueError on all ranks if a required signal has no value.
 
         steps: parameter sets with the inputs of their steps.
-
         taken: number of steps before this one. None: the largest step count of the parameters.
         """
         self._follow_first(param_set for param_set, _ in steps)

@@ -183,12 +183,13 @@ def _blocks(
 
 
 def _items(cost: Cost, work: float, phases: NDArray[np.float64], interval: int) -> Iterator[Item]:
-    """Yield n blocks of equal cost in the form in which `balance.assign` takes them.
+    """Yield the costs of n blocks, all of one shape and update, in the form in which `balance.assign` takes them.
 
     The cost of a refresh counts at the steps at which it is due. If a refresh is due at every step, or its steps are
     not known in advance, its mean cost counts at every step.
 
-    work: mean work of a step, measured or counted.
+    cost: floating-point operations and bytes of one block.
+    work: mean work of one block in a step, in the unit of the balance (measured milliseconds or counted operations).
     phases: `[n]`, phase of each block.
     interval: number of steps after which the refreshes repeat.
     """
@@ -311,7 +312,10 @@ def warn_of_waiting(
 ) -> None:
     """Warn if ranks wait long for each other's refreshes, and would wait less if more refreshes were due together.
 
-    Arguments: as for `advise`.
+    specs: parameters that the same ranks share.
+    keys: keys of all parameters of the optimizer.
+    ranks: number of ranks that share the parameters.
+    now: balance with the present waves of the recipe.
     """
     waiting = now.critical_path - now.least
     if now.efficiency >= LEAST_EFFICIENCY or (waiting < LEAST_WAITING and not recipe.distribution.work):

@@ -82,14 +82,15 @@ def refreshes(rule: Recipe | Route, block: tuple[int, ...]) -> Iterator[tuple[Ca
 def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
     """Return the phases of all blocks of all parameters of an optimizer.
 
-    The blocks are sorted by path and shape, then by name and key. A block's phase is the cost of the refreshes of all
-    blocks before it plus half the cost of its own refresh, as a fraction of the total cost. Equal parts of a refresh
-    interval then have equal costs, as nearly as indivisible blocks allow. A cadence may demand that at least some
-    number of refreshes are due in the same step (`min_wave_work`). Phases are then rounded down to multiples of a
-    fraction of the interval, so that neighbors are due together.
+    A block's phase is the fraction of a refresh interval at which the block is refreshed. To compute phases, the blocks
+    are sorted by the path of their update and by their shape, then by the name of the parameter and by key. The
+    phase of a block is the cost of the refreshes of all blocks before it plus half the cost of its own refresh, as a
+    fraction of the total cost. Equal parts of a refresh interval then have equal costs, as nearly as indivisible blocks
+    allow. A cadence may demand that at least some number of refreshes are due in the same step (`min_wave_work`).
+    Phases are then rounded down to multiples of a fraction of the interval, so that neighbors are due together.
 
-    Phases do not depend on ranks, or on the order or the grouping of parameters. Blocks of one path and shape that are
-    due together are neighbors in the sorted order.
+    Phases do not depend on ranks, or on the order or the grouping of parameters. Blocks of one update and shape that
+    are due together are neighbors in the sorted order.
     """
     params = set(parameters)
     kinds = _kinds(recipe, params)
@@ -269,7 +270,7 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
         return ParamPlacement(layout, {})
     if layout.copies == 1:
         return ParamPlacement(layout, None)
-    # With averaging, a rank needs the averages of all its entries, and so it does not leave some to its replicas.
+    # An averaging needs the updates of all entries that a rank holds, so ranks with equal entries do not divide them.
     if layout.parts is not None and recipe.averaging is None:
         return ParamPlacement(layout, None, layout.parts)
     return ParamPlacement(layout, {})

@@ -302,7 +302,7 @@ class RankSurvey:
         return self.squares.device
 
     def scaled(self, factor: float | Tensor) -> Self:
-        """Return these facts for the gradients times `factor`. The caller has multiplied the gradients themselves."""
+        """Return the facts about the gradients after the caller has multiplied them by `factor` in place."""
         return replace(self, sums={**self.sums, SQUARES: self.squares * factor**2})
 
     def agreed(self) -> NDArray[np.bool_]:

@@ -115,8 +115,11 @@ class StackState:
     ) -> None:
         """Allocate the tensors of a slot for all blocks of the stack, with its initial values.
 
-        offloaded: initial value for one block, `[1, ...]`, of each tensor that is stored on the host or on disk, by
-            place and name. If this slot is stored there, it is added here, and allocated later.
+        A slot that is stored on the host or on disk is only added to `offloaded`. The method `_offload` then allocates
+        all slots of one location together.
+
+        fresh: cache of the codes of initial values.
+        offloaded: by location and name of the tensor, the initial value for one block, `[1, ...]`.
         """
         blocks, dtype, device = len(self.stack.param_ids), self.stack.dtype, self.stack.device
         slot, codec, location = stored.slot, stored.codec, stored.place(device)
@@ -127,9 +130,8 @@ class StackState:
             rows = {str(key): slot.initial(dtype)}
         else:
             same = (codec.model_dump_json(), slot, dtype, device)
-            if (
-                same not in fresh
-            ):  # encode once: encoding may need a decomposition, and all blocks have the same initial values
+            # encode once: encoding may need a decomposition, and all blocks have the same initial values
+            if same not in fresh:
                 fresh[same] = codec.encode(slot.allocate(1, dtype, device))
             codes = {**fresh[same], FORMAT: torch.full((1,), codec.format(), dtype=torch.int64, device=device)}
             self.encoded[str(key)] = EncodedSlot(slot, codec, tuple(fresh[same]), stored.dtype)
@@ -148,7 +150,7 @@ class StackState:
         blocks = len(self.stack.param_ids)
         buffer = HostBuffer(location, {name: row.expand(blocks, *row.shape[1:]) for name, row in rows.items()})
         for name, tensor in buffer.views(buffer.memory).items():
-            if rows[name].any():  # a buffer begins as zeros, whose pages need not be written
+            if rows[name].any():  # the buffer has zeros already
                 tensor.copy_(rows[name].expand_as(tensor))
             self.tensors[name] = tensor
         buffer.release()
@@ -171,7 +173,7 @@ class StackState:
         return cast(Quantizer, self.encoded[name].codec).format()
 
     def restart(self, row: int, changed: Container[str]) -> None:
-        """Reset each slot of a block to its initial value if all its entries are zero.
+        """Reset the slots of a block whose entries are all zero to their initial values.
 
         Code outside of the optimizer resets state by writing zeros, but zero is not the initial value of every slot.
 
@@ -219,7 +221,7 @@ class StackState:
 
     @cached_property
     def step_sizes(self) -> tuple[StateKey, ...]:
-        """Keys of the slots with step sizes, which also multiply the weight decay."""
+        """Keys of the slots with a step size (such as Prodigy's) for each block, which also multiplies weight decay."""
         update = f"{self.chain_path('update')}."
         return tuple(key for key, slot in self.slots() if slot.step_size and str(key.stage).startswith(update))
 
@@ -242,19 +244,20 @@ class StackState:
     def entries(self) -> list[dict[str, Tensor]]:
         """State of each block for compiled kernels, in the order of the rows of the stack.
 
-        A dictionary has, by name of a state tensor, the part that belongs to the block, as a view `[1, numel, 1, ...]`.
+        An item of the list is the state of one block: {name of a state tensor: the block's part of this tensor}. The
+        part is a view `[1, numel, 1, ...]`.
         """
         shape = (1, math.prod(self.stack.block), *[1] * (len(self.stack.block) - 1))
         slots = {name: tensor.view(-1, *shape).unbind() for name, tensor in self.tensors.items()}
         return [{name: rows[row] for name, rows in slots.items()} for row in range(len(self.stack.param_ids))]
 
     def replace_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use other tensors for a part of the state.
+        """Replace some of the tensors that store the state of the stack.
 
         tensors: the new tensors, by name.
         """
         self.tensors.update(tensors)
-        # two caches, whose views are those of the tensors before
+        # two caches of views of the replaced tensors
         self.__dict__.pop("entries", None)
         self._parameter_rows.clear()
 
@@ -421,7 +424,7 @@ class BlockKind(NamedTuple):
 class EqualBlocks:
     """N blocks of one kind. Blocks that are due for a refresh together are neighbors.
 
-    grids: pairs (position of a parameter, grid of its blocks), in the order of the blocks.
+    grids: pairs (position of a parameter, `BlockGrid` of its blocks of this kind), in the order of the blocks.
     phases: `[N]` in [0, 1), fraction of a refresh interval at which each block is due.
     """
 

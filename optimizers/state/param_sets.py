@@ -286,7 +286,8 @@ class ParamSets:
         thawed = {id(p) for p in self._shown.missing if p.grad is not None}
         if not thawed:
             return
-        self.follow(state, "train")  # `install` below records `state` anew, and must not overlook a change
+        # apply the user's changes of `optimizer.state` now: `install` replaces the record by which they are detected
+        self.follow(state, "train")
         for batch in self.batches:
             if any(id(p) in thawed for p in batch.parameters):
                 for old in batch.sets:

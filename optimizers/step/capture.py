@@ -51,7 +51,7 @@ type."""
 
 
 class Graph(Protocol):
-    """Recorded operations of a device."""
+    """Operations that were recorded on a device and can be run again."""
 
     def replay(self) -> None:
         """Run the recorded operations again, on the same addresses."""
@@ -316,13 +316,13 @@ class CapturedStacks:
     def step(
         self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
     ) -> str | None:
-        """Run a step for which `unfit` returned None.
+        """Run a step that can be captured or replayed. The caller has checked this by the method `unfit`.
 
         If there is a graph for steps with the key (`_Key`) of this step, replay it. Otherwise run the step without a
         graph. The third such step in a row with the same key also captures a graph.
 
-        Returns the reason if a graph was dropped or could not be made, or if a graph that was being made cannot be used
-        for this step; else None.
+        Return a text in two cases, else None. If the key differs from that of the last such step, its graph is dropped,
+        and the text names the difference. If a graph could not be made, the text has the reason.
 
         moved: `[P]`, True for parameters that the step changes.
         counts: `[P]`, number of gradients of each parameter, including the present one.
@@ -347,9 +347,9 @@ class CapturedStacks:
         return self.reason
 
     def _scales(self, rates: Rates) -> dict[tuple[str, int], StepRates]:
-        """Return learning rates and weight decay of a step, once for all param groups that have equal ones.
+        """Return the learning rates and weight decays of a step. Param groups with equal values share one item.
 
-        The key is (path of the update in the recipe, index of the first of the groups with equal rates).
+        The key is (path of the update in the recipe, index of the first param group with these values).
         """
         known, alike = self._pairs, rates.alike.tobytes()
         if known is None or known[0] != alike:

@@ -93,9 +93,9 @@ class Step:
 
 
 def decay_source(recipe: Recipe, path: str) -> str | None:
-    """Return the name of the tensors W whose weight decay alpha W a step adds to directions, as `gather` takes it.
+    """Return the argument `source` of `LocalStep.gather` for the tensors W whose decay alpha W is added to directions.
 
-    Return None if the step adds no decay to directions. The decay is then applied when updates are written into the
+    Return None if the update adds no decay to directions. The decay is then applied when updates are written into the
     parameters.
 
     path: path of the update in the recipe.
@@ -144,7 +144,7 @@ class LocalExchange:
         """End all communication. All ranks call this method when they replace the parameter set."""
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
-        """Raise ArithmeticError because roots of these parameters failed too often."""
+        """Raise ArithmeticError because matrix roots of these parameters failed too often."""
         names = sorted({self.names[position] for position in positions})
         raise failed_roots(path or "update", self.tolerated, names)
 

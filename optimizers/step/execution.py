@@ -260,7 +260,7 @@ A stage that requests a signal of another extent cannot be compiled."""
 
 
 def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> ProgramSource:
-    """Return the source of a program that updates entries of a stack's parameters in place.
+    """Return the declaration from which a program is traced that updates entries of a stack's parameters in place.
 
     stored: dtype of the parameters.
     """

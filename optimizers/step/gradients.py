@@ -218,7 +218,8 @@ class GradientCheck:
     present: `[P]` on the host, True for parameters that have a gradient and whose param group is not idle. A group is
         idle if its learning rate and all of its gradients are 0.
     usable: `[n]`, True for usable gradients of these n parameters. None: all of them are usable.
-    answers: booleans that the host must read, as `_with` returns them. None: the host need not read anything.
+    answers: booleans that the host must read: `usable`, and a last one if a GradScaler has checked the gradients, True
+        if the scaler allows the step. None: the host need not read anything.
     """
 
     given: GivenGradients
@@ -287,8 +288,8 @@ class FiniteCheck:
         if check.usable is None and (given.allowed is None or not positions):
             self._count(len(positions), [], given.gradients, given.more)
             return present, None
-        # If the host does not read which gradients are usable, the mask stays on the device. This is also so if all
-        # gradients count as usable, and only a GradScaler decides whether there is a step.
+        # The host has nothing to read, and the result is a mask on the device: with `failure.detect: device`, or if all
+        # gradients count as usable and a GradScaler alone decides whether there is a step.
         if check.answers is None:
             return present, self._defer(positions, check.usable, given.allowed, len(present))
         if (bad := _unusable(positions, answers)) is None:

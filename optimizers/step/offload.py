@@ -160,7 +160,7 @@ class CopiedState:
             piece.show(on_device=True)
 
     def leave(self, group: Group, buffer: int) -> None:
-        """Begin to copy the state back to host memory, without waiting."""
+        """Begin to copy the state of a group from a buffer back to host memory, without waiting."""
         pieces, computed = self._pieces_of(group, buffer), self._streams.mark()
         for piece in pieces:
             piece.show(on_device=False)
@@ -188,7 +188,10 @@ class CopiedState:
             self._streams.synchronize(last())
 
     def _begin(self, copy: Callable[[], Any]) -> Callable[[], Any]:
-        """Run a function in the thread if there is one, else at once. Return a function that waits for its result."""
+        """Run a function, and return a function that waits for its result.
+
+        If state is stored in files, the function runs in the thread that reads and writes files, else at once.
+        """
         if self._thread is not None:
             future: Future[Any] = self._thread.submit(copy)
             return future.result
@@ -202,7 +205,7 @@ class CopiedState:
             piece.host.release()
         piece.memory.copy_(source, non_blocking=self._streams.concurrent)
         if piece.host.is_file:
-            self._streams.synchronize(self._streams.mark())  # the pinned memory is used again
+            self._streams.synchronize(self._streams.mark())  # the next file uses the same pinned memory
 
     def _write(self, piece: _Piece) -> None:
         if not piece.host.is_file:
@@ -218,9 +221,9 @@ class CopiedState:
         return self._pinned[: piece.memory.numel()]
 
     def _pieces_of(self, group: Group, buffer: int) -> list[_Piece]:
-        """Return the pieces of host memory with the state of a group of stacks.
+        """Return the host buffers of a group of stacks, each with its own part of a buffer of the device.
 
-        Each has the part of a buffer of the device to which it is copied. The parts follow one another in the buffer.
+        The state in a host buffer is copied to this part. The parts follow one another in the buffer of the device.
         """
         key = buffer, *(own.number for own in group)
         if key not in self._pieces:

@@ -204,7 +204,7 @@ class StackStep:
         run_chain(self.blocks.stack_state.rule.update, self.state("update"), gradient, gradient, self.context)
 
     def direction(self) -> Tensor:
-        """Return the directions `[n, *block]`, computed by the program on the whole stack."""
+        """Return the directions `[n, *block]` of all active blocks, computed by the stages."""
         own, rows = self.blocks.stack_state, self.blocks.rows
         factors = own.width_factors if own.width_factors is None or rows is None else own.width_factors[rows]
         decay = None if self.decaying is None else self._add_decay
@@ -213,10 +213,9 @@ class StackStep:
         return found
 
     def rehearse(self) -> None:
-        """Run the program on a copy of the state, and drop its result.
+        """Run the stages on a copy of the state and drop the result, so that a measured step can observe the stages.
 
-        A fused kernel computes the actual step. The watch of the stack, which observes calls of stages, can measure the
-        step only in this way.
+        A fused kernel computes the actual step, and does not call the stages.
         """
         copies = {name: tensor.clone() for name, tensor in self.blocks.stack_state.tensors.items()}
 

@@ -95,7 +95,7 @@ class RankExchange(LocalExchange):
         rank_checks, gather = self.rank_checks, self._backward_gather
         if gather is None:
             return rank_checks.survey(given.gradients, given.present, numbers, self._copied, {})
-        for work in self._gathering.values():  # messages that remain from a step that used no gradient
+        for work in self._gathering.values():  # messages with gradients of a step that was skipped
             work.wait()
         begun = gather.report(self._parameters[0].device)
         survey = rank_checks.survey(given.gradients, given.present, numbers, self._copied, begun)
@@ -108,7 +108,7 @@ class RankExchange(LocalExchange):
         return RankStep(self, step, stacks, moved, write, begun)
 
     def gather_parts(self, active: NDArray[np.bool_]) -> None:
-        """Receive the entries of active parameters that other ranks have updated, and send those of this rank."""
+        """Send the entries of active parameters that this rank has updated, and receive those that other ranks have."""
         self._param_gather.run({i: local(self._parameters[i]).detach() for i in self._gathered if active[i]})
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class RankStep(LocalStep):
     def finish(self) -> None:
         active, parameters = self.step.active, self.iterates.parameters
         self.comm_step.close()
-        del self.comm_step  # it refers to this object, and tensors must be freed at once
+        del self.comm_step  # breaks a reference cycle, so that tensors are freed at once
         # All ranks must write the same parameters together: constraints sum norms over ranks, and an averaging stores
         # numbers of each parameter, such as a sum of weights. A rank without entries therefore writes zeros.
         if chosen := [i for i in self.exchange.at_end if active[i]]:

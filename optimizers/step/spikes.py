@@ -109,7 +109,10 @@ class SpikeWindow:
     def read(self, text: str | None) -> None:
         """Replace the window by that of a checkpoint. If that window has another length, its last values are used.
 
-        text: result of `to_text`. The window is empty if text is None or contains the values of another measure.
+        The window becomes empty if `text` is None, or if the checkpoint's values are losses and this window is for
+        gradient norms, or the reverse.
+
+        text: result of `to_text`.
         """
         saved = {} if text is None else json.loads(text)
         if saved.get("measure") != self.rule.measure:

@@ -181,7 +181,9 @@ class ParamSet:
 
     def swap_iterate(self, mode: Mode) -> None:
         """Copy the iterate for training or for evaluation into the parameters, as `mode` says."""
-        self.local[:] = self._local(self.parameters)  # new views, since a framework may have replaced their memory
+        self.local[:] = self._local(
+            self.parameters
+        )  # new views: a framework may have replaced the memory of the parameters
         self.iterates.swap(mode, self.update_counts)
 
     def views(self, mode: Mode | None = None) -> list[dict[str, Tensor]]:

@@ -71,7 +71,7 @@ class ScheduledNumbers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the inputs of a traced program from which it reads these numbers."""
+        """Names that the numbers have among the inputs of a traced program."""
         return tuple(f"scheduled.{at}" for at in range(len(self.of_numbers)))
 
     def at(self, step: int) -> list[float]:
@@ -256,23 +256,28 @@ class ProgramSource:
             return ()
 
     def _add_decay(self, given: Mapping[str, Tensor], state: State, found: Tensor) -> Tensor:
-        """Return directions plus alpha W, with the input `decaying` as W."""
+        """Return directions plus their weight decay alpha W. The inputs `decaying` and `alpha` are W and alpha.
+
+        found: directions.
+        """
         assert self.decay is not None
         scale = StepRates(1.0, given["alpha"], self.decay)
         return add_decay(found, given["decaying"], state.scope("update"), self.sizes, partial(plus_decay, scale=scale))
 
 
 def signal_input(name: str) -> str:
-    """Return the name of the input of a program that holds a signal."""
+    """Return the name that a signal has among the inputs of a traced program."""
     return f"signals.{name}"
 
 
 @contextmanager
 def _scheduled(source: ProgramSource, given: Mapping[str, Tensor]) -> Iterator[UpdateRule]:
-    """Yield the update rule of a program for the time of its trace, with an input tensor for each scheduled number.
+    """Yield the update rule that is traced, with an input tensor in place of each scheduled number.
 
-    A scheduled number is a field of a stage that has a schedule instead of one number.
+    A scheduled number is a field of a stage that has a schedule. Within this context stages compute with the tensor as
+    with a float.
 
+    source: the declaration of the traced program.
     given: the inputs of the program by name.
     """
     schedules = source.schedules
@@ -303,9 +308,10 @@ def _key(x: Any) -> Hashable:
 
 
 def _sample(kind: TensorKind, device: torch.device, value: float = 0.0) -> Tensor:
-    """Return a sample input. Numbers and masks, which may be rows of a tensor, are not aligned to 16 bytes.
+    """Return an input with which a program is traced. Numbers and masks are not aligned to 16 bytes.
 
-    If a sample is aligned, Inductor's program on a GPU copies an input that is not, in each call and by a kernel.
+    In a step, numbers and masks may be rows of one tensor, and rows are not aligned. If the samples were aligned, the
+    program that Inductor compiles for a GPU would copy such inputs in every call, by one more kernel.
     """
     shape, dtype = kind
     if shape and dtype != torch.bool:
@@ -354,8 +360,9 @@ class Program:
     """A traced program, with the functions that compute its inputs for a step.
 
     asked: for each number of the step that the stages request, the function that computes it, in the order of requests.
-    questions: conditions on the step that stages have checked during the trace, with the answers at `TYPICAL_STEP`, a
-        late step. The program is right only for steps with the same answers.
+    questions: conditions on the step, such as `step > 10`, each as a function of step counts. While stages are traced,
+        they branch as at `TYPICAL_STEP`, a late step. The program is valid only for steps at which all conditions have
+        the same values.
     inputs: shape and dtype of each input by name, in order: those of `source`, and then the numbers that stages request
         (`asked`).
     numbered: names of the last inputs: scheduled numbers, and then the numbers that stages request.
@@ -373,9 +380,8 @@ class Program:
 
     def __post_init__(self) -> None:
         source = self.source
-        with FakeTensorMode(
-            allow_non_fake_inputs=True
-        ) as fake:  # as in the trace, so that branches of the code are the same
+        # `trace` uses fake tensors too, so that this run takes the same branches of the code
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             samples = {name: fake.from_tensor(_sample(kind, source.device)) for name, kind in source.inputs.items()}
             source.run(samples, self._learn, self.questions)
         if any(
@@ -447,7 +453,10 @@ class Program:
         return [*self.source.schedules.at(run_step), *map(float, self._on_host.row(step).values())]
 
     def eager(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the program without compilation, kernel by kernel, on the inputs of `compiled`."""
+        """Run the program without compilation, kernel by kernel.
+
+        tensors: the inputs in the order of `inputs`.
+        """
         given = dict(zip(self.inputs, tensors, strict=True))
         asked = iter(tensors[len(self.source.inputs) :])
         return self.source.run(given, lambda number: next(asked), [])
@@ -555,7 +564,7 @@ def generate(graph: torch.fx.GraphModule, symbolic: bool) -> CompiledCode:
     as long (measured). If this version of torch lacks functions for a call without guards, torch.compile is used, with
     a warning.
 
-    symbolic: True if the length of the program's long axis may change from call to call.
+    symbolic: True if the length of the second axis of the input tensors may change from call to call.
     """
     try:
         return _without_guards(graph)

@@ -186,7 +186,7 @@ class SharpnessAware(Component):
     def perturbed(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Run the context with parameters W + E and without gradients, then restore the parameters W, bit for bit."""
         moved = [parameter for parameter in parameters if parameter.grad is not None]
-        gradients = [like(parameter) for parameter in moved]
+        gradients = [aligned_gradient(parameter) for parameter in moved]
         saved = [parameter.detach().clone() for parameter in moved]
         scaled = [g * w.abs() for g, w in zip(gradients, saved, strict=True)] if self.adaptive else gradients
         norm = _norm(scaled)
@@ -203,7 +203,7 @@ class SharpnessAware(Component):
                 local(parameter.detach()).copy_(local(start))
 
 
-def like(parameter: Tensor) -> Tensor:
+def aligned_gradient(parameter: Tensor) -> Tensor:
     """Return the gradient of a parameter, with the placements of the parameter if both are DTensors."""
     gradient = parameter.grad
     assert gradient is not None
@@ -315,7 +315,7 @@ def _products(start: Start, ends: Sequence[Tensor]) -> tuple[float, float]:
     """
     sums: dict[Any, Tensor] = {}
     for (parameter, before), end in zip(start, ends, strict=True):
-        step, gradient = (before - end).double(), local(like(parameter)).double()
+        step, gradient = (before - end).double(), local(aligned_gradient(parameter)).double()
         own = torch.stack([(gradient * step).sum(), step.square().sum()])
         key = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else None
         sums[key] = sums[key] + own.to(sums[key].device) if key in sums else own

@@ -92,7 +92,7 @@ class Constraint(Schedulable, ABC, family="constraint"):
     @property
     @final
     def requests(self) -> tuple[Request, ...]:
-        """The requests for the signals in `requires_some`. A parameter may lack a signal that another parameter has."""
+        """Requests for the signals in `requires_some`. A parameter without the signal is not constrained."""
         return tuple(Request(name, "if_given") for name in sorted(self.requires_some))
 
     @final
@@ -335,7 +335,7 @@ class ParameterUpdate:
 
     def slice_rows(self, chosen: Sequence[int]) -> ParameterUpdate:
         """Return the update of the tensors with the chosen indices. It has no constraints."""
-        if len(chosen) == len(self.updates):  # all tensors, in the same order
+        if len(chosen) == len(self.updates):  # all indices, in order
             return replace(self, constraints=())
         mask = None if self.mask is None else [self.mask[index] for index in chosen]
         return ParameterUpdate([self.updates[index] for index in chosen], self.step_rates, mask)

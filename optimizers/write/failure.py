@@ -1,4 +1,4 @@
-"""Failure policy: how a step treats gradients that are not finite, roots that fail, and spikes of loss or norm."""
+"""Failure policy: how a step treats gradients that are not finite, failed roots, and spikes of loss or gradients."""
 
 from __future__ import annotations
 

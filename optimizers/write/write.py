@@ -319,7 +319,7 @@ class Rates:
 
     @cached_property
     def same(self) -> int | None:
-        """The one index that `alike` has for all parameters if all param groups have equal rates. None: they differ."""
+        """The value of all entries of `alike` if all param groups have equal rates. None: the rates differ."""
         firsts = {*self._firsts.values()}
         return firsts.pop() if len(firsts) == 1 else None
 
@@ -364,7 +364,7 @@ class Rates:
         return any(isinstance(alpha, Tensor) or alpha != 0 for alpha in alphas)
 
     def decays_gradients(self, path: str) -> bool:
-        """Return True if a decay is added to the gradients of parameters with their update at `path`."""
+        """Return True if the update at `path` adds weight decay to gradients, with a rate other than 0."""
         groups = self.hypers if self.same is None else (self.same,)
         return any(self._scale(path, group).gradient_rate for group in groups)
 

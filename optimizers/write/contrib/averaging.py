@@ -1,6 +1,7 @@
-"""Averagings that records of modded-nanogpt's track 3 used in 2026.
+"""Two averagings of the 2026 records of modded-nanogpt's track 3, `EMANesterov` and `Anchored`.
 
-They take gradients at a point ahead of W: along the mean of past steps, or on the line from a mean of W through W.
+Both compute gradients at a point y ahead of the base iterate W. `EMANesterov` moves y along the mean of past steps.
+`Anchored` moves y away from a running mean of W.
 """
 
 from __future__ import annotations
