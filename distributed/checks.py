@@ -122,9 +122,9 @@ class SameNumbers:
     remedy: end of the error message.
     entries: names of the n entries of each tensor in `numbers`. (): `numbers` has one number for each name.
     tolerance: allowed standard deviation over ranks, in units of the mean; 0: all bits must be equal.
-    absent: "" if all ranks have all numbers. Otherwise a rank passes 0 for a number that it does not have, and the
-        number is compared between the other ranks only. `absent` is then the name under which the caller sums, by
-        `CheckedSums.reduce`, 1 for each number that its rank does not have and 0 for each number that it has.
+    absent: "" if all ranks have all numbers. Otherwise the name of a field that the caller adds to the sums: 1 for each
+        number that its rank does not have, and 0 for each number that it has. A rank sets a number that it does not
+        have to 0 in `numbers`. The number is then compared between the other ranks only.
     """
 
     subject: str
@@ -152,9 +152,9 @@ class SameNumbers:
         A number x counts as equal if R sum(x^2) - sum(x)^2 <= (tolerance sum(x))^2. The sums are over the R ranks that
         have it.
 
-        sums: sums over ranks of what `fields` returns, of 1 (under the name RANKS), and of the numbers under the name
-            `absent`.
-        outcome: text for the error message about the consequence for the step, such as NOTHING.
+        sums: sums over ranks, by name: of the sequences that `fields` returns, of the number 1 as `RANKS`, and of the
+            field that `absent` names.
+        outcome: text for the error message about the consequence for the step, such as "nothing was changed".
         """
         count = sums[RANKS] - sums[self.absent] if self.absent else sums[RANKS]
         found = deviates(torch.stack([sums[name] for name in self.numbers]), count, self.tolerance)

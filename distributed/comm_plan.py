@@ -89,7 +89,7 @@ class Transfer:
     group: index of the block group.
     block: the block.
     region: the entries, as a part of the block and as a part of the parameter.
-    held: the shard: all entries of the parameter that the rank holds. It contains the entries of the region.
+    held: all entries of the parameter that the rank holds (its shard). The entries of `region` are some of them.
     dtype: dtype in which updates of the block are computed.
     """
 
@@ -123,8 +123,8 @@ class Transfer:
 class Message:
     """Entries that are sent to all ranks, or received from all ranks, in the order of the ranks.
 
-    transfers: the entries.
-    lengths: for each rank, the number of entries to or from this rank.
+    transfers: the entries, as sets that are each a part of one block.
+    lengths: for each rank, the number of entries that are sent to it or received from it.
     """
 
     def __init__(self, transfers: Sequence[Sequence[Transfer]]) -> None:
@@ -133,9 +133,9 @@ class Message:
         self.lengths = [sum(sizes) for sizes in self._sizes]
 
     def split(self, data: Tensor | Sequence[Tensor]) -> list[Tensor]:
-        """Return, for each transfer, a view of its entries in the data that are sent.
+        """Split the data of this message. Return a view of the entries of each transfer, in the order of `transfers`.
 
-        data: one tensor `[n]` for all ranks, or a list with one tensor for each rank.
+        data: the sent or received entries: one tensor `[n]` for all ranks, or a list with one tensor for each rank.
         """
         parts = torch.split(data, self.lengths) if isinstance(data, Tensor) else data
         pieces = [piece for part, own in zip(parts, self._sizes, strict=True) for piece in torch.split(part, own)]
@@ -227,7 +227,7 @@ class CommPlan:
         return Round(groups, Message(held), Message(sent), Message(owned), Message(received))
 
     def _transfers(self, group: int, block: PlacedBlock, rank: int) -> list[Transfer]:
-        """Return transfers that together contain those entries of a block that a rank holds."""
+        """Return the entries of a block that a rank holds, as sets that are each contiguous in a message."""
         layout = self.layouts[block.position]
         held = layout.boxes[rank]
         dtype = self.block_groups[group].dtype
@@ -254,8 +254,8 @@ def _whole(x: Tensor) -> Tensor:
 def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
     """Divide block groups into rounds, and return the indices of the groups of each round, in order.
 
-    The groups of a round have the same dtypes and together at most `limit` bytes of updates. Exceptions are a group
-    that is larger by itself, and groups that are joined to their predecessors.
+    The groups of a round have the same dtypes, and together at most `limit` bytes of updates. A larger group begins a
+    round of its own. A group whose field `joined` is True is always in the round of the group before it.
     """
     rounds: list[list[int]] = []
     size, last = 0, None

@@ -124,7 +124,7 @@ class CommStep:
 
         index: the index k of the round.
         """
-        for name in self.sources:  # also messages that no one gathered: a message must not outlive its buffers
+        for name in self.sources:  # `gather` may not have waited for all messages, which must end before they are freed
             if (name, index) in self._arriving:
                 self._arriving.pop((name, index)).wait()
         self._returning.append((index, self._return_round(index)))

@@ -65,8 +65,9 @@ class UsedGradients:
 
 
 class BackwardGather:
-    """Sends gradients to the owners of their blocks during backward, each round as soon as its gradients are complete.
+    """Sends gradients to the owners of their blocks during backward.
 
+    A round is a set of gradients that one collective sends. It is sent as soon as all of its gradients are complete.
     All ranks begin the rounds in the order of the plan. The plan begins with the last parameters, because backward
     computes their gradients first. A gradient is complete when backward has written it as many times as it did for the
     previous step.
@@ -182,16 +183,15 @@ class BackwardGather:
         sums: the fields that `report` returns, summed over all ranks.
         """
         begun, changed = torch.stack([sums[BEGUN], sums[CHANGED]]).tolist()
-        while (
-            self._next < len(begun) and begun[self._next]
-        ):  # another rank has begun to send it, and waits for this rank
+        # another rank has begun to send this message, and waits for this rank
+        while self._next < len(begun) and begun[self._next]:
             self._begin()
         ranks = self.comm_plan.rank_group.size
         good = {i: work for i, work in enumerate(self._works) if begun[i] == ranks and not changed[i]}
         for index, work in enumerate(self._works):
             if index not in good:
                 work.wait()
-            elif work.result.is_cuda:  # made on the stream of backward, and read on this one
+            elif work.result.is_cuda:  # the result was made on the stream of backward, and is read on this stream
                 work.result.record_stream(torch.cuda.current_stream(work.result.device))
         self._late = self._late + 1 if len(good) < len(self._works) else 0
         if self._late == 2 and self.comm_plan.rank_group.rank == 0:
@@ -210,9 +210,8 @@ def differ(message: Tensor, now: Tensor) -> Tensor | bool:
     one, other = as_integers(message), as_integers(now)
     if one.device.type == "cpu":
         return not torch.equal(one, other)
-    if (
-        message.is_cuda
-    ):  # made on the stream of backward; its memory must not be used again before this stream has read it
+    # the message was made on the stream of backward: its memory must not be used again before this stream has read it
+    if message.is_cuda:
         message.record_stream(torch.cuda.current_stream(message.device))
     return (one != other).any()
 

@@ -294,7 +294,8 @@ class Region:
 
     box: the entries as a box in the parameter.
     corner: index in the block of the first entry of the region.
-    strides: for each axis of the parameter, the distance in the block between entries that are neighbors along it.
+    strides: for each axis of the parameter, the distance in the block between entries that are neighbors along this
+        axis.
     """
 
     box: Box
@@ -311,12 +312,14 @@ class Region:
 class _Run(NamedTuple):
     """A range of indices along a few consecutive axes of the parameter, which is also a range along axes of a block.
 
-    Blocks are cut from a reshaped parameter: a kernel [64, 3, 3, 3] is cut as [64, 27], for example. A box in the
-    reshaped parameter may consist of several boxes of the parameter itself, as the columns 5 to 20 of 27 do. Each of
-    these is a product of runs, one for each set of axes that were merged into one axis, or axis that was divided.
+    Blocks are cut from the parameter in its merged shape: a kernel [64, 3, 3, 3] is cut as [64, 27], for example. A box
+    in the merged shape may consist of several boxes of the parameter itself, as the columns 5 to 20 of these 27 do.
+    Each box of the parameter is a product of runs. Axes that were merged into one axis have one run together, and an
+    axis that was divided has one run.
 
     start, stop: range of the run along these axes of the parameter.
-    moves: by axis of the merged shape, offset of the first entry of the run from the first entry of the piece.
+    moves: by axis of the merged shape, distance from the first entry of the piece of a block to the first entry of the
+        run.
     strides: for each of these axes of the parameter, the distance in the block between neighbors along the axis.
     """
 
@@ -376,9 +379,10 @@ ALONE = Stride(0, 0)
 
 
 def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
-    """Return the distance in the block between neighboring entries of a piece, by axis of the merged shape.
+    """Return for each axis of the merged shape the distance in the block between two entries that are neighbors along
+    this axis.
 
-    A piece is a box in the merged shape of the parameter. One axis of the block may join several axes of the piece.
+    piece: a box in the merged shape of the parameter. Several of its axes may be flattened into one axis of the block.
     """
     found = {}
     for axis, joined in enumerate(block.joined):
@@ -392,17 +396,15 @@ def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
 def _runs(
     lengths: list[int], merged: range, piece: Piece, strides: Mapping[int, Stride], merged_shape: Numbers
 ) -> Iterator[_Run]:
-    """Yield the ranges (`_Run`) along some axes of the parameter that together contain the entries of a piece of a
-    block.
+    """Yield the ranges of indices (`_Run`) along some axes of the parameter that together contain the entries of a
+    piece of a block.
 
-    The axes are those of the parameter that were merged into one axis of the reshaped parameter, or the one axis that
-    was divided into several.
+    Blocks are cut from the parameter in its merged shape. In this shape some axes are merged into one axis, and some
+    axes are divided into several. `lengths` and `merged` describe the same axes before and after this change.
 
-    piece: a box in the reshaped parameter from which blocks are cut.
-
-    lengths: lengths of the axes of the parameter.
-    merged: the axes of the merged shape: one axis into which the axes of the parameter were merged, or the axes into
-        which one axis of the parameter was divided.
+    lengths: lengths of these axes in the parameter: axes that were merged into one, or the one axis that was divided.
+    merged: numbers of these axes in the merged shape.
+    piece: the piece, a box in the merged shape.
     strides: distance in the block between neighbors along each axis of the merged shape, as `_strides` returns it.
     merged_shape: the merged shape of the parameter.
     """
@@ -414,7 +416,7 @@ def _runs(
         for first, low, high in boxes_of_run(start, start + piece.lengths[axis], tuple(lengths)):
             yield _Run(low, high, {axis: first - start}, own)
         return
-    wide = next((k for k, length in enumerate(lengths) if length > 1), 0)  # all axes before it have length 1
+    wide = next((k for k, length in enumerate(lengths) if length > 1), 0)  # the divided axis; the others have length 1
     for index in itertools.product(*(range(piece.start[a], piece.start[a] + piece.lengths[a]) for a in groups)):
         first = start + sum(i * math.prod(merged_shape[a + 1 : axis + 1]) for a, i in zip(groups, index, strict=True))
         lows = tuple(first if k == wide else 0 for k in range(len(lengths)))

@@ -117,7 +117,7 @@ def update_params(  # noqa: PLR0913  the signature is AlgoPerf's
     )
     total, count = losses["summed"], losses["n_valid_examples"]
     if distributed.is_initialized():
-        # With both summed over ranks, DDP's mean of gradients over ranks is the gradient of the mean over all rows.
+        # With loss and count summed over ranks, DDP's mean of gradients is the gradient of the mean over all rows.
         summed: Any = torch.distributed.nn.all_reduce
         total, count = summed(total), summed(count)
     (total / count).backward()

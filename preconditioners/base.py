@@ -541,8 +541,8 @@ def name_stage(error: Exception, stage: Stage, path: str) -> None:
 
     The line is the last one that was reached in the user's code, that is, outside of this library and of torch. If no
     such line was reached, it is the last line of all. If the hook used a shape as a tensor, a second note says that
-    `block` is a shape. No note is added if the message already has the path, or if a
-    stage inside this one has added a note.
+    `block` is a shape. No note is added if the message already has the path, or if a stage inside this one has added a
+    note.
     """
     begin = "raised in the stage "
     if path in str(error) or any(note.startswith(begin) for note in getattr(error, "__notes__", ())):
@@ -590,8 +590,9 @@ def run_chain(
         gradient: `[N, *block]`, which the chain does not change.
         direction: `[N, *block]`, the incoming direction: the object `gradient` itself if no stage with state has run
             yet.
-        context: step numbers, bias corrections and signals. If `context.priming` is set, all stages with state are only
-            primed.
+        context: step numbers, bias corrections and signals. If `context.priming` is True, stages from the first one
+            with state on do not run: `Stage.prime` initializes the statistics of lagged stages, and the direction is
+            not mapped.
 
     Returns:
         The last direction `[N, *block]`.

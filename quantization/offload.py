@@ -30,9 +30,10 @@ class Offload(Quantizer):
     """Storage of a slot in pinned host memory or in a memory-mapped file. The slot is stored as it is, or encoded by
     the format `inner`.
 
-    The slots of a stack are copied to the device while the previous stack is computed. They are copied back after the
-    stack was computed, so that the device holds the state of at most two stacks. On a CPU, slots in a file are read
-    ahead, and their pages are removed from the memory of the process after the stack was computed.
+    A step computes stacks (blocks that are updated together) one after another. The slots of a stack are copied to the
+    device while the stack before it is computed, and copied back afterwards. The device thus holds the state of at most
+    two stacks. On a CPU, slots in a file are read ahead, and their pages are removed from the memory of the process
+    after the stack was computed.
     """
 
     kind: Literal["offload"] = "offload"

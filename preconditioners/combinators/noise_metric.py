@@ -63,9 +63,9 @@ class NoiseMetric(Stage):
         return found * per_block(safe_ratio(block_norm(made), block_norm(found)), found)
 
     def _inverse_root(self, means: Tensor) -> Tensor:
-        """Return the diagonal of B^(-1/2) or of A^(-1/2), `[N, n]`.
+        """Return the diagonal of B^(-1/2) or of A^(-1/2), `[N, n]`, with B and A as in the formula of the class.
 
-        means: running means of the variances of rows (for B) or of columns (for A), `[N, n]`.
+        means: running means of the variances of n rows (for B) or of n columns (for A), `[N, n]`.
         """
         ratio = safe_ratio(means, means.mean(-1, keepdim=True).expand_as(means))
         ratio = torch.where(ratio > 0, ratio, 1.0)

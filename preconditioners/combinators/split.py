@@ -131,6 +131,6 @@ class Split(Stage):
             return x, torch.zeros_like(x)
         u, axis = state["basis"], self._axis(state.block)
         coordinates = mode_product(x, u.mT, axis)
-        # if U is square, the rest x - x U U^T has only rounding errors, which `outside` could make large
+        # if U is square, the rest x - x U U^T has only rounding errors, which the chain `outside` could make large
         full = u.shape[-1] == u.shape[-2]
         return coordinates, torch.zeros_like(x) if full else x - mode_product(coordinates, u, axis)

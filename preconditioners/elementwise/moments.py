@@ -219,9 +219,10 @@ class RMS(Stage):
     the direction: in NorMuon and AdaMuon the orthogonalized momentum.
 
     A running mean (b < 1) has w = 1 - b, and c = 1 - b^t with bias correction (Adam, Kingma & Ba 2015) or c = 1 without
-    (RMSprop). A sum (b = 1), and `damped: false`, have w = 1 and c = 1 (AdaGrad, Duchi et al. 2011). If b is scheduled,
-    b^t stands for the product of its values in steps 1 to t. With `eps_on: raw` eps is added before bias correction,
-    and the divisor is (v^e + eps) / c^e, as in implementations that fold the correction into the step size.
+    (RMSprop). A sum (b = 1) has w = 1 and c = 1 (AdaGrad, Duchi et al. 2011). With the field `damped: false` both are 1
+    for any b. If b is scheduled, b^t stands for the product of its values in steps 1 to t. With `eps_on: raw` eps is
+    added before bias correction, and the divisor is (v^e + eps) / c^e, as in implementations that fold the correction
+    into the step size.
 
     v has one number for each entry, or with `per` one for several entries. Then x^2 is replaced by its mean: with `per:
     row` over the last axis, with `per: column` over the last but one, and with `per: block` over all entries of the
@@ -288,11 +289,11 @@ class RMS(Stage):
         )
 
     def _per(self, block: tuple[int, ...]) -> str:
-        """Return of what there is one second moment: each "entry", "row" or "column" of a block of this shape, or
-        "block".
+        """Return which entries of a block of this shape share one second moment: those of a "row", a "column" or the
+        "block", or "entry" if each entry has its own.
 
-        This is the field `per`, with "longest" replaced by the longer one of rows and columns. Vectors have "entry" in
-        place of both.
+        This is the field `per`, with "longest" replaced by "row" for blocks with at least as many rows as columns, and
+        else by "column". For a vector the result is "entry", unless `per` is "block".
         """
         if len(block) < 2 and self.per != "block":
             return "entry"

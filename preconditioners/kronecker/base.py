@@ -179,11 +179,11 @@ class Factored(Stage):
         the blocks that are refreshed now are in the stack.
 
         To stack the matrices of several axes, they are copied. Axes are grouped only if all copies together have at
-        most as many entries as the blocks of the stack, so that copies need no more memory than other parts of a step.
+        most as many entries as all blocks, so that copies need no more memory than other parts of a step.
 
-        The last bits of products depend on the addresses of matrices whose size is no multiple of a cache line. For
-        these, the groups must not depend on the number of blocks that are refreshed now. So the copies may only have as
-        many entries as the refreshed blocks: both numbers grow alike.
+        If the size of a matrix is no multiple of a cache line, the last bits of products depend on its place in the
+        stack. The groups must then be the same for any number of refreshed blocks. Therefore the copies are compared
+        with the blocks that are refreshed now, and not with all blocks: the ratio does not depend on their number.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:
@@ -212,7 +212,7 @@ class Factored(Stage):
             state[name], state[count] = where_blocks(ok, value, state[name]), torch.where(ok, 0, failed)
 
     def results(self, axis: int, value: Tensor, ok: Tensor, order: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the results of a delayed refresh of one axis, by name of the slot (role "pending") of each.
+        """Return the results of a delayed refresh of one axis, as {name of a slot of role "pending": its value}.
 
         The slot `pending.result.<axis>` is 1 where the solver succeeded, -1 where it failed, and 0 without a result.
 
@@ -226,9 +226,10 @@ class Factored(Stage):
         return found
 
     def pending(self, state: State, axis: int) -> Pending:
-        """Return the stored result of a delayed refresh of one axis, when it takes effect.
+        """Return the stored result of a delayed refresh of one axis, and mark it as used.
 
-        The slot `pending.result.<axis>` is set to 0, so that the result is used once.
+        A stage calls this method when the refresh takes effect. The slot `pending.result.<axis>` is set to 0, so that
+        the result is used once.
         """
         result = state[_pending_slot("result", axis)]
         ok, tried = result > 0, result != 0

@@ -120,8 +120,9 @@ def transport(slots: Iterable[ChainSlot], state: State, turns: Mapping[int, Turn
 
 
 def _rotated(x: Tensor, turns: Mapping[int, Turn], by_rotation: bool) -> Tensor:
-    """Return x multiplied by R^T along the axis of each turn, where R is the rotation of the turn.
+    """Return x in the new bases: multiplied along each axis in `turns` by R^T, with R = Q_old^T Q_new.
 
+    turns: the change of basis of each axis, with the rotation R.
     by_rotation: True to compute R and multiply by it. This is faster if R is computed in any case for another slot.
     """
     rotations = dict[int, Tensor]()
@@ -296,7 +297,7 @@ def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
 
 
 def _marginals_of(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) -> dict[int, Tensor]:
-    """Return the marginals of the axes that a slot has. The keys are axes of the slot, not of the block.
+    """Return the marginals (sums over all axes except one) for the axes that a slot has, by axis of the slot.
 
     marginals: the marginals by axis of the block.
     """

@@ -202,7 +202,7 @@ class Eigenbasis(Factored, DelayedRefresh):
     def _change_basis(self, state: State, solved: Mapping[int, _Solved]) -> None:
         """Transport the state of the inner chain along all axes in `solved`, then write the new bases to their slots.
 
-        solved: by axis, the four values of `_Solved`.
+        solved: by axis, the change of basis and the outcome of the solver, as `_solutions` returns them.
         """
         turns = {axis: turn for axis, (turn, *_) in solved.items()}
         transport(self._inside(state.block).slots, self._inner_state(state), turns, self.transport)
@@ -228,7 +228,8 @@ class Eigenbasis(Factored, DelayedRefresh):
         fit_second_moments(self._inside(state.block).slots, self._inner_state(state), d, scales)
 
     def _solutions(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, _Solved]:
-        """Compute the new bases of these axes. Return by axis the change of basis, success, attempt and diagonal."""
+        """Compute the new bases of these axes. Return {axis: (change of basis, ok, tried, diag(Q^T A Q))}; see `_Solved`.
+        """
         if self.statistic_frame == "basis":
             found = {axis: self._in_basis(state, axis, context) for axis in axes}
             return {axis: (self._turned(state, axis, own), own.ok, None, None) for axis, own in found.items()}
@@ -271,7 +272,7 @@ class Eigenbasis(Factored, DelayedRefresh):
     def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
         """Compute the new bases of several axes, whose matrices have the same shape, as one stack.
 
-        Return a tuple for each axis. Its type `_Solved` says what it contains.
+        Return for each axis (change of basis, ok, tried, diag(Q^T A Q)); see `_Solved`.
         """
         parts = len(axes)
         old, found, diagonal = self._computed(state, axes, context)
@@ -351,7 +352,7 @@ class Eigenbasis(Factored, DelayedRefresh):
         cached = context.kept.get(state.path)
         if cached is None:
             cached = self._rotated(state, gradient)
-            if self.statistic_frame == "basis":  # in a lagged stage, `observe` comes after `apply`, and reads it
+            if self.statistic_frame == "basis":  # in a lagged stage, `observe` runs after `apply`, and reads the cache
                 context.kept[state.path] = cached
         elif not self.statistic.sequential:
             for start, stop, _ in self.due(context):

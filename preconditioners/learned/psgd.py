@@ -127,8 +127,7 @@ class PSGD(LearnedFactors):
         return noise.normal(context.seed, context.step, tuple(like.shape[1:]), like.dtype, PROBE)
 
     def _started(self, factors: dict[int, Tensor], gradient: Tensor, fresh: Tensor) -> dict[int, Tensor]:
-        """Return the factors. The factors of blocks that are updated for the first time are scaled to their initial
-        value.
+        """Return the factors, with those of blocks that are updated for the first time scaled to their initial value.
 
         fresh: bool `[N]`, True for these blocks.
         """
@@ -172,9 +171,9 @@ gradient.
 class FactorStep(NamedTuple):
     """How the factors of PSGD's preconditioner are updated in one of the forms that the field `form` names.
 
-    terms: function of the factors, the damped gradient h and the probe v (a random tensor). It returns (size, terms):
-        for each axis the two terms whose difference is the descent direction T of its factor, divided by size^2 `[N]`,
-        so that they do not overflow.
+    terms: function of the factors, the damped gradient h and the probe v (a random tensor). It returns (size, terms).
+        For each axis there are two terms, and the descent direction T of the factor is their difference times size^2.
+        The terms are divided by size^2, with size `[N]`, so that they do not overflow.
     move: function of a factor and of its step m T / L, with m the step size and L a bound of the size of T. It returns
         the updated factor.
     probed: True if the terms need the probe v.

@@ -30,9 +30,9 @@ class SIRF(LearnedFactors):
     """P d  with P = K_1 K_1^T (x) ... (x) K_k K_k^T, stored as the K_i;  P tends to (E[B g g^T] + damping I)^(-1)
 
     (x) is the Kronecker product, and x_i the product of a tensor with a matrix along axis i. g is the gradient, d the
-    direction, and B the batch size. d_i is the length of axis i,
-    n the number of entries of a block, a = momentum, and b = lr_preconditioner. H_i is the unfolding along axis i of
-    H = sqrt(B) g x_1 K_1^T ... x_k K_k^T. A refresh updates the factor K_i and its momentum m_i for each axis i:
+    direction, and B the batch size. d_i is the length of axis i, n the number of entries of a block, a = momentum, and
+    b = lr_preconditioner. H_i is the unfolding along axis i of H = sqrt(B) g x_1 K_1^T ... x_k K_k^T. A refresh updates
+    the factor K_i and its momentum m_i for each axis i:
 
     s = (d_i / n H_i H_i^T + damping prod_{j != i} (tr(K_j^T K_j) / d_j) K_i^T K_i - I) / 2
     m_i <- a m_i + (1 - a) s;   K_i <- K_i (I - b / max(1, ||m_i||) m_i)

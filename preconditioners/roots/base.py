@@ -80,7 +80,7 @@ Diagonal = Callable[[Tensor], Tensor]
 
 
 class MatrixSolver(Schedulable):
-    """Base class of root solvers and basis solvers, by which `by_device` finds a faster solver with an equal result."""
+    """Base class of root and basis solvers. `by_device` may replace a solver by a faster one with an equal result."""
 
     @classmethod
     def equal_to(cls, other: MatrixSolver, dtype: torch.dtype) -> Self | None:
@@ -126,8 +126,8 @@ class RootSolver(MatrixSolver, ABC, family="root_solver"):
     def regularized(self, values: Tensor) -> Tensor:
         """Return eigenvalues with the solver's ridge and its treatment of small eigenvalues.
 
-        The root has the returned values raised to -e, with e the exponent. A returned 0 marks an eigenvalue that is
-        left out of the root.
+        The eigenvalues of the root are the returned values raised to -e, with e the exponent. A returned 0 marks an
+        eigenvalue that is left out of the root.
 
         values: eigenvalues `[N, d]` of A, in any order.
         """

@@ -96,8 +96,8 @@ def estimate(device: str, operation: str, order: int, dtype: torch.dtype) -> Est
     """Return the time of an operation for one matrix of a large stack, or None if `timings.json` has no time for it.
 
     The row with the smallest order >= `order` is used. Above the largest order in the file, times grow with the third
-    power of the order. Rows that were not measured are only used if there are no measured ones. A device type
-    without rows is treated as CUDA.
+    power of the order. Times from publications, and estimated times, are only used if there is no measured time of the
+    operation on the device. A device type without rows is treated as CUDA.
     """
     if device not in {row.device for row in timings()}:
         device = "cuda"

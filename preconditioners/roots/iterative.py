@@ -174,6 +174,8 @@ class Iterative(RootSolver):
 
         size: bound of the largest eigenvalue of A that `scaling` gives, or the absolute ridge if that is larger.
         ridge: ridge in units of `size`; 1 for a zero matrix.
+
+        times: factor by which the ridge is multiplied, which rises with every retry.
         """
         none, least = tiny(a.dtype), (self.floor if self.relative else max(self.eps, self.floor)) * times
         upper = self.scaling.upper(a)

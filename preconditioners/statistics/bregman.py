@@ -147,10 +147,10 @@ class _Whitening(NamedTuple):
         return left, left if pair[1] is pair[0] and self.right is self.left else self._along(pair[1], self.right, axis)
 
     def _along(self, x: Tensor, matrix: Tensor | None, axis: int) -> Tensor:
-        """Return x multiplied along the axis by `matrix`, and by the field `half`.
+        """Return x multiplied along the axis by `matrix`, and each block by its number in the field `half`.
 
-        Blocks in which the power of the factor is not known are multiplied by `half` alone. If the axis has no factor,
-        x is returned.
+        Blocks in which the power of the factor is not known are multiplied by the number alone. If the axis has no
+        factor, x is returned.
 
         matrix: the field `left` or `right`; None if the power is a multiple of the identity.
         """

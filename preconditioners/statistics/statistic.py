@@ -166,7 +166,7 @@ class Axes(Component):
 
     def of(self, block: tuple[int, ...]) -> tuple[int, ...]:
         """Return the axes of a block that have a factor."""
-        if block not in self._known:  # called several times a step, for each stack
+        if block not in self._known:  # cached, because this method is called several times a step for each stack
             chosen = self._chosen(block)
             self._known[block] = tuple(a for a in chosen if self.oversize == "diagonal" or self._fits(block, a))
         return self._known[block]
@@ -225,11 +225,13 @@ class SlowMean(Schedulable):
 class Statistic(Schedulable, ABC, family="statistic"):
     """A_k <- b A_k + w O_k  for each axis k with a factor;  E_k = A_k / c;  estimate E_k max(tr(E_k), floor)^(-s)
 
-    A member of the family defines O_k by `contribution`; this class accumulates it.
+    A_k is the factor of axis k, for example a running mean of G G^T over gradients G. A stage computes a root or a
+    basis of the estimate. A member of the family defines O_k by `contribution`; this class accumulates it.
 
     O_k `[N, d, d]` is the contribution of one gradient, or its diagonal `[N, d]` where `axes` chooses diagonals. b =
     beta, s = trace_scaling, floor = trace_floor, and t is the number of observations. A running mean (b < 1) has w = 1
-    - b and c = 1 - b^t, or c = 1 without bias correction. A sum (b = 1), and `damped: false`, have w = 1 and c = 1.
+    - b and c = 1 - b^t, or c = 1 without bias correction. A sum (b = 1) has w = 1 and c = 1. With the field `damped:
+    false` both are 1 for any b.
 
     With `slow: {beta: b', weight: v}` a second running mean S_k of the same contributions has the decay b', and E_k is
     (1 - v) A_k / c + v S_k / c' in place of A_k / c. c' is computed from b' as c is from b. The K-FAC of the output
@@ -326,12 +328,13 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     @property
     def decay_of_squares(self) -> float | None:
-        """Decay b of the running mean (or sum) of squared gradients that can be read from the factors as their
-        marginals. None: the marginals are no such mean.
+        """Decay b if the marginals of the factors are running means (b < 1) or sums (b = 1) of squared gradients.
 
         The marginals of the factor A_k are diag(Q^T A_k Q), with Q a basis of axis k. For A_k <- b A_k + w G G^T with
         the gradient's unfolding G, they accumulate the squares of the gradient in this basis, summed over all axes
         except k. If `needs_power` is p, each square is weighted by the power p of the other axes' eigenvalues.
+
+        None: the marginals are neither.
         """
         return None
 
@@ -418,7 +421,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
             for name, decay in self._means(axis).items():
                 factor = state[name]
                 if self.precision != "input" and factor.ndim == 3:
-                    given = given.multiplied()  # once: in the second round of this loop it is multiplied already
+                    given = given.multiplied()  # the product is computed once, for all means
                 state[name] = self._accumulate(factor, given, decay, now)
 
     def _accumulate(self, factor: Tensor, contribution: Contribution, decay: float, now: Tensor | None) -> Tensor:
@@ -427,7 +430,6 @@ class Statistic(Schedulable, ABC, family="statistic"):
         contribution: y, z and scale.
         decay: 1 for a sum. The weight is 1 - decay for a running mean, and 1 for a sum or if the field `damped` is
             False.
-
         now: `[N]`, 1 for blocks that observe in this step and 0 for all other blocks. None: all blocks observe.
         """
         y, z, scale = contribution
@@ -481,7 +483,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
         Steps 1, 1 + interval, 1 + 2 interval, ... have an observation, and so has step 0 of a lagged stage.
 
-        behind, lagged: see `estimate`.
+        behind: 1 if the factor does not contain the contribution of this step yet, else 0.
+        lagged: True for the statistic of a lagged stage.
         """
         seen = step - behind
         return (torch.div(seen - 1, self.interval, rounding_mode="floor") + 1 + lagged).clamp_min(1)

@@ -38,9 +38,9 @@ def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
     entries: for each entry of the flat matrix, its index in the flat rectangle; arbitrary outside of the triangle.
 
     Row k of the rectangle has the k-th longest row of the triangle first, and the k-th shortest row behind it, so that
-    all rows of the rectangle have the same length. A format that
-    works along rows cuts each row of the rectangle into blocks. At most one of these blocks has entries of two rows of
-    the triangle. Rows of Cholesky factors differ in size, so entries of two rows should not share a scale.
+    all rows of the rectangle have the same length. A format that works along rows cuts each row of the rectangle into
+    blocks. At most one of these blocks has entries of two rows of the triangle. Rows of Cholesky factors differ in
+    size, so entries of two rows should not share a scale.
     """
     height, width = folded_shape(d)
     k, c = (torch.arange(length, dtype=torch.int64, device=device) for length in (height, width))

@@ -202,7 +202,7 @@ class Component(BaseModel, metaclass=ComponentType):
             super().__setattr__(name, value)
 
     def __hash__(self) -> int:
-        return hash((type(self), self.model_dump_json()))  # not of the fields themselves: they may be mappings
+        return hash((type(self), self.model_dump_json()))  # fields may be mappings, which have no hash
 
     @classmethod
     def is_family(cls) -> bool:
@@ -391,9 +391,9 @@ def _same(value: Any, data: Any, default: Any) -> bool:
 
 
 def as_declared(value: Any, data: Any, short: bool = False) -> Any:
-    """Return the value of a field as one would write it in a recipe.
+    """Return the value of a field in the form that it has in a recipe.
 
-    value: the value of the field. Components in it are declared one by one.
+    value: the value of the field. Each component in it is replaced by its `declaration`.
     data: the value as plain data, which is the result if the value contains no components.
     short: True to leave out fields of components that have their defaults, as in `declaration`.
     """
@@ -577,8 +577,10 @@ OTHER_NAMES = {
 
 
 def with_nearest(cls: type[Component], error: ValidationError) -> ValidationError:
-    """Return the error with advice. If no mapping was given, the advice is the names of all fields. For each unknown
-    field, it is the place where the field belongs, or the known field that is probably meant.
+    """Return the error with advice added to its messages.
+
+    For an unknown field, the advice is the place where the field belongs, or the known field that is probably meant.
+    For a value that is not a mapping from fields to values, the advice is the names of all fields.
 
     cls: the component that refused the value.
     """

@@ -21,12 +21,12 @@ class ContractError(ValueError):
 
 
 class ArgumentError(ValueError):
-    """A wrong argument of a function that a command calls, too.
+    """Error about an argument of a function that users call from Python and from the command line.
 
-    argument: name of the argument and, after two dashes, of the option of the command.
-    fault: what is wrong with the value, and what to do.
+    The message names the argument, as `lr=`. The command line prints the option in its place, as --lr.
 
-    The message names the argument. The command line prints the option in its place.
+    argument: name of the argument, and of the option.
+    fault: text about the wrong value and what to do.
     """
 
     def __init__(self, argument: str, fault: str) -> None:
@@ -157,7 +157,8 @@ def warn_user(message: str) -> None:
 def hide_installed_lines() -> None:
     """Let warnings of this process show a file and a line only if the file is neither installed nor of this library.
 
-    For commands and worker processes, in which the caller of the library is a line of typer or multiprocessing.
+    Commands and worker processes call this function, because the line that calls the library is in typer or
+    multiprocessing there, and does not help the user.
     """
     usual, paths = warnings.formatwarning, sysconfig.get_paths()
     folders = [Path(__file__).parents[2], *(Path(paths[name]) for name in ("stdlib", "purelib", "platlib", "scripts"))]

@@ -179,7 +179,7 @@ class Schedulable(Component):
         """Return the schedule that is given for a field, or None if `given` is not a schedule or the field is not of
         type float.
 
-        Raises ValueError for an invalid schedule, and for a schedule of a field in `constants`.
+        Raises ValueError for an invalid schedule, and for a schedule of a field that the class lists in `constants`.
         """
         field = cls.model_fields.get(name)
         if field is None or field.annotation not in (float, float | None):

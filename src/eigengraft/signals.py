@@ -56,7 +56,7 @@ _SIGNALS: dict[str, Signal] = {}
 
 
 def register_signal(signal: Signal) -> Signal:
-    """Make a signal known: an input beside the gradient, which stages may then request and loops provide.
+    """Register a signal: a named input beside the gradient. Stages may then request it, and training loops provide it.
 
     A name may be registered again only by an equal signal.
 

@@ -275,9 +275,9 @@ class DelayedRefreshes(Protocol):
 
 @dataclass(frozen=True)
 class Storage:
-    """How a `State` stores its slots: formats such as int8, random numbers for rounding, and who observes reads.
+    """How a `State` stores its slots: formats such as int8, random numbers for rounding, and an observer of accesses.
 
-    encoded: the slots in other formats than that of their values, by key.
+    encoded: the slots that a codec stores in another format, by key.
     counters: function that returns the seed and the step of each block that the state selects, int64 `[n]` each, from
         which random numbers for stochastic rounding are computed. None: values are rounded to nearest.
     watch: observer of loads and writes of slots; None: there is none.
@@ -290,7 +290,7 @@ class Storage:
     delayed: DelayedRefreshes | None = None
 
     def slice_rows(self, start: int, stop: int) -> Storage:
-        """Return the storage for the blocks from start to stop of those that the state selects."""
+        """Return the storage for the blocks start to stop - 1, counted among the blocks that the state selects."""
         counters = self.counters
         if counters is None:
             return self
@@ -368,7 +368,8 @@ class State:
     def read(self, name: str) -> Tensor:
         """Return the slot `[n, *shape]`, which must not be changed in place.
 
-        `state[name]` copies the slot if some of the selected rows must not be written. This method does not.
+        This method does not copy the slot. `state[name]` copies it if `mask` is set, because rows whose mask is False
+        must keep their values.
         """
         value, _ = self._stored(name)
         if self.written and (watch := self.storage.watch) is not None:
@@ -468,7 +469,7 @@ class State:
         return type(self)(self.tensors, seen, path, self.rows, self.mask, self.storage)
 
     def slice_rows(self, start: int, stop: int) -> Self:
-        """Return the state of the blocks from start to stop of those that this state selects from the stack."""
+        """Return the state of the blocks start to stop - 1, counted among the blocks that this state selects."""
         if self.rows is None:
             rows: slice | Tensor = slice(start, stop)
         elif isinstance(self.rows, slice):
@@ -492,9 +493,9 @@ class State:
         return type(self)(copies, self.block, self.path, storage=Storage(self.storage.encoded))
 
     def unwritten(self) -> Self:
-        """Return this state without the right to write: `state[name] = value` has no effect.
+        """Return a copy of this state that ignores writes: `state[name] = value` has no effect.
 
-        The states of inner stages, which `scope` makes from it, still write.
+        States that `scope` makes from the copy, for stages inside this one, write as usual.
         """
         own = type(self)(self.tensors, self.block, self.path, self.rows, self.mask, self.storage)
         own.written = False

@@ -1,4 +1,4 @@
-"""The context of a step: the step of each block, exact bias corrections, and the requested signals."""
+"""The context of a step: the step of each block, exact bias corrections, and signals (inputs beside the gradient)."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ class StepContext:
     questions: list[Question] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise ContractError for a field of `_OF_A_STEP` while a program is traced, and AttributeError for unknown
-        names.
+        """Raise ContractError for a field that differs from step to step (`_OF_A_STEP`) while a program is traced.
+
+        Raise AttributeError for an unknown name.
         """
         if name in _OF_A_STEP and self.__dict__.get("numbers") is not None:
             raise ContractError(
@@ -86,8 +87,8 @@ class StepContext:
     def holds(self, question: Question) -> bool | NDArray[np.bool_]:
         """Return True if a condition holds at the steps of all blocks, False if it holds at none, else bool `[N]`.
 
-        While a chain is traced for a compiled program, the answer is that of a late step (`TYPICAL_STEP`). In a step
-        with another answer, the stages run without the program.
+        While a chain is traced to compile it, the condition is evaluated for one late step (`TYPICAL_STEP`). In steps
+        with another result, the compiled program is not used.
 
         question: the condition, a function of steps `[N]` that returns bool `[N]`.
         """
@@ -177,9 +178,9 @@ class StepContext:
         return number_like(self.signal(name), like)
 
     def total(self, state: State, slot: str) -> Tensor | float:
-        """Return the sum of a slot over all blocks of all parameters that have the same update as this stack.
+        """Return the sum of a slot of the stage over all blocks of all parameters that the stage updates.
 
-        The sum is of the values that the slot had when the step began.
+        The sum is of the values that the slot had when the step began. Blocks in other stacks are included.
 
         slot: name of a slot with `total=True`.
         """

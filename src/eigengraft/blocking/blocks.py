@@ -237,7 +237,8 @@ class BlockGrid:
             span = (self.count[axis] - 1) * self.step[axis] + length
             if span != x.shape[axis]:
                 x = x.narrow(axis, start, span)
-            x = x.unfold(axis, length, self.step[axis])  # the count stays at the axis, the length is appended
+            # after this `axis` counts blocks, and a new last axis has their entries
+            x = x.unfold(axis, length, self.step[axis])
         order = len(self.merged)
         used = [axis for own in self.joined for axis in own]
         alone = [axis for axis in range(order) if axis not in used]
@@ -383,16 +384,17 @@ def _grid(
     tiles: Sequence[int],
     before: tuple[int, int],
 ) -> BlockGrid:
-    """Return a grid of blocks of equal shape. Each block is the intersection of one tile (`Tiles`) on each axis, in one
-    of the equal matrices.
+    """Return the grid of all blocks that have their ranges along each axis in `chosen`. A block is the intersection of
+    one such range (a tile) for each axis, in one of the equal matrices.
 
-    factored: shape of the parameter. An axis may repeat several parts, such as queries, keys and values of one group of
-        heads after another. It is then divided into two axes: number of the group, and entries of a group.
+    factored: shape of the parameter, in which an axis may be divided into two. An axis that has queries, keys and
+        values of each group of heads is divided into the number of the group and the entries of a group.
     equal: the matrices that are cut into blocks.
     joined: for each axis of a matrix, the ranges of the parameter's axes that are flattened into it.
     chosen: for each axis of a matrix, the tiles of the blocks in this grid.
     tiles: for each axis of a matrix, the number of all its tiles, also of those in other grids.
-    before: (blocks, matrices) of the parameter that are in earlier grids. Numbers of this grid begin after them.
+    before: number of blocks, and number of matrices, in the earlier grids of the parameter. This grid continues both
+        numberings.
     """
     order = len(factored)
     lattice = dict(equal.lattice)
@@ -413,11 +415,12 @@ def _grid(
 
 
 def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]) -> Piece:
-    """Return one piece of a block: the entries whose indices are in the given box for each axis of the block.
+    """Return the piece of a block that is the product of one box for each axis of the block.
 
     order: number of axes of the parameter.
-    boxes: for each axis of the block, one of the boxes that form the block's range (tile) of this axis, as in
-        `Tiles.boxes`.
+    boxes: for each axis of the block, (offset, box) as in `Tiles.boxes`. The box is a part of the block's range along
+        this axis, as {axis of the parameter: (start, length)}. `offset` is the number of entries of the range before
+        the box.
     """
     where = {axis: own for _, box in boxes for axis, own in box.items()}
     start, lengths = zip(*(where.get(axis, (0, 1)) for axis in range(order)), strict=True)
@@ -514,6 +517,6 @@ def _even(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> Iterato
         corner = np.ix_(*(np.arange(f, f + c) for f, c in zip(first, count, strict=True)))
         keys = np.ravel_multi_index(np.broadcast_arrays(*corner), grid).ravel()
         piece = Piece(start, tile, (0,) * len(inner))
-        blocks = math.prod(grid[len(batch) :])  # of each matrix
+        blocks = math.prod(grid[len(batch) :])  # number of blocks of each matrix
         own = tuple(int(k) // blocks for k in keys)
         yield BlockGrid(merged, count, tile, (piece,), joined, tuple(int(k) for k in keys), own)

@@ -41,14 +41,14 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
     """
     if len(runs) == 1:
         return [runs[0](lambda values: _sums([values], param_ids)[0])]
-    from greenlet import getcurrent, greenlet  # not needed at import, because few recipes come here
+    from greenlet import getcurrent, greenlet  # imported here, because few recipes need sums over several stacks
 
     caller = getcurrent()
     workers = [greenlet(run, parent=caller) for run in runs]
     for worker in workers:
         worker.gr_context = copy_context()
     try:
-        found = [worker.switch(caller.switch) for worker in workers]  # the first sums, or results
+        found = [worker.switch(caller.switch) for worker in workers]  # numbers to sum, or results of computations without sums
         while waiting := [worker for worker in workers if not worker.dead]:
             if len(waiting) < len(workers):
                 raise ContractError(
@@ -65,8 +65,8 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
 
 
 def _sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> Sequence[Tensor]:
-    """Add up the numbers of all blocks of each parameter. Return the sums as `values` are given: one tensor `[N]` for
-    each stack, with the sum of its parameter for each of the N blocks.
+    """Add up the numbers of all blocks of each parameter. Return one tensor `[N]` for each stack: the sum of the
+    parameter of each of its N blocks.
 
     values: for each stack, one number for each of its blocks.
     param_ids: for each stack, the number of each block's parameter.

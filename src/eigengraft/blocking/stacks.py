@@ -194,7 +194,7 @@ class Stack:
 
 
 class Assembly:
-    """Collects the update of each parameter, whose entries arrive in parts, until it is complete.
+    """Collects the entries of each parameter's update, which arrive in parts, until the update is complete.
 
     If this rank holds a shard of the parameter, the update has only the entries of the shard.
 
@@ -263,11 +263,11 @@ class SideMatrix:
         return cls(value, side_index(shape, matrices, side, value.device), side)
 
     def blocks(self, own: Tensor) -> Tensor:
-        """Return for each of k blocks the rows and columns of the matrix for the c inputs (or outputs) of the block.
+        """Return for each of k blocks the part `[c, c]` of the matrix that belongs to the block's inputs (or outputs).
 
         The result is `[k, c, c]`.
 
-        own: numbers of the inputs (or outputs) of each block, as in `index`, `[k, c]`.
+        own: `[k, c]`, the numbers of the c inputs (or outputs) of each block, counted as in `index`.
         """
         n = self.value.shape[-1]
         return self.value.reshape(-1, n)[own[:, :, None], (own % n)[:, None, :]]

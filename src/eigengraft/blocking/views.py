@@ -324,7 +324,7 @@ class Modules(View):
 
     A module may have a method `parameter_views()` that returns {parameter name: matrices}. Without it, these modules
     are recognized: torch.nn.MultiheadAttention, attention as in Hugging Face, timm and nanoGPT, experts, and gated
-    layers. Parameters of all other modules are viewed as by `batches`.
+    layers. Parameters of all other modules have the matrices of the view `batches`.
     """
 
     kind: Literal["modules"] = "modules"
@@ -429,7 +429,7 @@ def own_parameter(module: object, name: str) -> nn.Parameter | None:
     if isinstance(lists, nn.ModuleDict) and name in lists:
         originals = list(lists[name].parameters(recurse=False))
         return max(originals, key=nn.Parameter.numel, default=None)
-    # by attribute: wrappers of modules forward attributes, and compiled modules (torch.jit) have no dict of parameters
+    # by getattr, which wrappers of modules forward; compiled modules (torch.jit) have no dict of parameters
     found = [getattr(module, own, None) for own in (name, f"{name}_orig", f"{name}_v")]
     return next((own for own in found if isinstance(own, nn.Parameter)), None)
 
@@ -592,9 +592,10 @@ def module_facts(model: nn.Module) -> dict[int, ModuleFacts]:
 
 
 def _factors(model: nn.Module) -> dict[int, Factor]:
-    """Return the factors that modules declare by `parameter_pairs()`, by the `id` of the parameter.
+    """Return the factors A and B of low-rank products B A, such as LoRA's, that modules declare by a method
+    `parameter_pairs()`. The keys are the `id`s of the parameters.
 
-    The method returns pairs of names, with the factor `[r, n]` first.
+    The method returns pairs of names of parameters: the name of A `[r, n]`, the name of B `[m, r]`.
     """
     names, found = {id(parameter): name for name, parameter in model.named_parameters()}, dict[int, Factor]()
     for path, module in model.named_modules():

@@ -122,7 +122,7 @@ def accelerator(kind: AcceleratorKind = "cuda") -> Iterator[DeviceCounts]:
         A context manager that returns the counts.
 
     Raises:
-        RuntimeError: a block of the other kind is open.
+        RuntimeError: a `with` statement of the other kind is open.
     """
     device = _Device.current
     if device is not None and device.place.type != kind:
@@ -210,7 +210,7 @@ class SimulatedTensor(torch.Tensor):
 
 
 class _Memory:
-    """The bytes of a tensor's storage. They count until the last tensor that shares the storage is deleted."""
+    """Counts the bytes of a tensor's storage as used memory, until the last tensor that shares it is deleted."""
 
     def __init__(self, device: _Device, host: Tensor) -> None:
         storage = host.untyped_storage()
@@ -249,8 +249,9 @@ class _Stream:
         self.asked += 1
 
     def run(self, number: int) -> None:
-        """Run the first `number` pieces of work that were ever added to the stream, without those that have run
-        already.
+        """Run the work of the stream up to the piece with this number, counted from the first that was ever added.
+
+        Work that has run already is not run again.
         """
         with self._lock:
             while self._done < number:
@@ -343,11 +344,11 @@ class _Device(TorchDispatchMode):
                 stack.enter_context(mock.patch.dict(SIDE_STREAMS, clear=True))
                 set_cuda_guard(stack)
                 stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda_answers()))
-            # `model.to(device)` then keeps the parameter objects
+            # with this setting `model.to(device)` keeps the parameter objects
             swapping = torch.__future__.get_swap_module_params_on_conversion()
             stack.callback(torch.__future__.set_swap_module_params_on_conversion, swapping)
             torch.__future__.set_swap_module_params_on_conversion(True)
-            # `torch.tensor(..., device=device)` then makes a CPU tensor first, whose copy is counted
+            # with this setting `torch.tensor(..., device=device)` makes a CPU tensor first, whose copy is counted
             stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
             torch._C._set_only_lift_cpu_tensors(True)
             stack.enter_context(mock.patch.object(_Device, "current", self))

@@ -115,8 +115,8 @@ def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
 
 
 def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
-    """No block is due at a step for which `possible(step)` is False. Owners and graphs are planned by
-    `possible`, before there are blocks.
+    """No block is due at a step for which `possible(step)` is False. Before a step, `possible` decides which inputs
+    beside the gradient it requires, so that a refresh at another step would lack them.
     """
     for earliest in (0, 1):
         for step, found in case.history(earliest):

@@ -178,9 +178,11 @@ _KEEPS_NAN = in_parentheses(
 
 def numbers_come_back_nearly(case: QuantizerCase) -> None:
     """The relative error of a decoded matrix is at most 1/2 in the Frobenius norm, for any format. If the decoded
-    matrix is coded again, the second error is at most 3/4 of the first, because codes represent decoded numbers well.
+    matrix is encoded and decoded again, the second error is at most 3/4 of the first, because a code can represent a
+    decoded number almost exactly.
 
-    The second bound finds a wrong scale, which multiplies every time. 1e-5 is for rounding in formats without error.
+    The second bound finds a `decode` that multiplies by a wrong scale, and does so again the second time. It is raised
+    by 1e-5 for the rounding errors of formats that are exact otherwise.
     """
     slot, x = case.example()
     y = case.component.decode(case.component.encode(x), slot, _FLOAT32)
@@ -221,8 +223,9 @@ def _draws(seed: int) -> Uniform:
 
 
 def without_draws(case: QuantizerCase) -> str | None:
-    """Return why `draws_average_out` does not apply, None if it applies. Matrices are not linear in the codes of a
-    quantizer inside, so that their mean may differ.
+    """Return the reason to skip `draws_average_out`, or None if it applies. It does not apply to a quantizer that
+    draws no random numbers, or in which an inner quantizer draws them. In the second case only the decoded tensors of
+    the inner quantizer have an exact mean, and the matrix may be a nonlinear function of these tensors.
     """
     if any(isinstance(value, Quantizer) for _, value in case.component):
         return "the quantizer inside draws the random numbers"

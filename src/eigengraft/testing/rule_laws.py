@@ -1,4 +1,4 @@
-"""The laws of families that are rules on the host: views of parameters, schedules and weight decay."""
+"""The laws of three families of rules, which the host evaluates: views of parameters, schedules and weight decay."""
 
 from __future__ import annotations
 

@@ -299,7 +299,10 @@ _FRAME = in_parentheses(
 
 
 def _no_frames(case: StageCase) -> str | None:
-    """Return why signs are not tried. State that follows the values of signals does not follow the gradients alone."""
+    """Return the reason to skip `slots_follow_their_frame_when_signs_change`, or None if it applies. It does not apply
+    to a stage with signals (inputs beside the gradient), which keep their sign when the gradients change theirs, or
+    without slots that have a frame.
+    """
     if case.component.cached_traits().signals:
         return "it asks for signals, which keep their sign"
     slots = (slot for block in case.blocks for slot in case.component.slots(block).values())
@@ -405,7 +408,9 @@ def measures_are_of_each_block_alone(case: StageCase) -> None:
 
 
 def needs_a_pair(case: object) -> str | None:
-    """Return the reason to skip laws that train one parameter alone: the stage updates pairs. Else return None."""
+    """Return the reason to skip laws that train one parameter alone, or None if they apply. They do not apply to a
+    stage that needs the partner of the parameter, such as LoRA's B for A.
+    """
     asks = isinstance(case, StageCase) and any(requested(stage) & PARTNER for _, stage in walk((case.component,)))
     return "a pair of parameters is required" if asks else None
 

@@ -71,7 +71,8 @@ class FactorBench:
     ) -> None:
         """Allocate the factors.
 
-        first: number of the first block. The number of a block decides its random numbers and signals.
+        first: number of the first block. A block's random numbers, and its inputs beside the gradient (signals), follow
+            from its number.
         """
         self.statistic, self.block, self.dtype = statistic, block, dtype
         self.axes = statistic.axes.of(block)
@@ -84,7 +85,7 @@ class FactorBench:
         return State(self.tensors, self.block, "s")
 
     def context(self) -> StepContext:
-        """Return the context of the present step, with the signals that the statistic requires."""
+        """Return the context of the present step, with the inputs beside the gradient that the statistic requires."""
         n = len(self.seeds)
         signals = [known_signals()[name] for name in sorted(self.statistic.requires)]
         found = signals_of(signals, self.block, self.seeds, self.dtype)

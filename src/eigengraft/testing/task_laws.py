@@ -46,7 +46,7 @@ def the_model_accepts_the_batches(case: Case[Task]) -> None:
 
 @contextmanager
 def _faults_of_task(case: Case[Task]) -> Iterator[None]:
-    """Raise LawError in place of a TaskError in the block. A TaskError names the method or the layer that failed."""
+    """Replace a TaskError in the `with` statement by a LawError. Both name the method or the layer that failed."""
     from eigengraft.experiments.tasks import TaskError
 
     try:

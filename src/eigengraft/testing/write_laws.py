@@ -355,7 +355,7 @@ class ConstraintBench(_Bench):
         ParameterUpdate(updates, rates, mask, [(self.constraint, self.slots)], context)(self.parameters)
 
     def update(self, place: int) -> Tensor:
-        """Return the update of a parameter at the present step."""
+        """Return the update of the parameter with the index `place` at the present step."""
         return self.shard(_drawn(self.places[place], 10 * self.steps + 10, self.compute) * self.size)
 
     def run(self, steps: int = _STEPS, shard_sums: Callable[[Tensor], Tensor] | None = None) -> ConstraintBench:
@@ -484,7 +484,7 @@ _OF_SHARDS = " (sums over a parameter are `context.norms` and `context.dots`; is
 
 
 def _half(x: Tensor, rows: bool, second: bool) -> Tensor:
-    """Return half of a parameter: along the first axis, or else along the last."""
+    """Return the first or the second half of a parameter, cut along its first axis (`rows`) or else along its last."""
     axis = 0 if rows else x.ndim - 1
     cut = x.shape[axis] // 2
     return x.narrow(axis, cut, x.shape[axis] - cut).contiguous() if second else x.narrow(axis, 0, cut).contiguous()
