@@ -116,7 +116,7 @@ def public_module(cls: type[Any]) -> str:
         return Path(file).stem
     for package in accumulate(cls.__module__.split("."), "{}.{}".format):
         names = vars(sys.modules[package]) if package in sys.modules else {}
-        if names.get(cls.__name__) is cls or cls.__name__ in names.get("__all__", ()):  # `__all__`: imported on demand
+        if names.get(cls.__name__) is cls or cls.__name__ in names.get("__all__", ()):  # listed, but not imported yet
             return package
     return cls.__module__
 

@@ -48,7 +48,7 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
     for worker in workers:
         worker.gr_context = copy_context()
     try:
-        found = [worker.switch(caller.switch) for worker in workers]  # numbers to sum, or results of computations without sums
+        found = [worker.switch(caller.switch) for worker in workers]  # first numbers to sum, or results
         while waiting := [worker for worker in workers if not worker.dead]:
             if len(waiting) < len(workers):
                 raise ContractError(
