@@ -146,7 +146,7 @@ class Message:
         return (torch.zeros if zero else torch.empty)(sum(self.lengths), dtype=dtype, device=device)
 
     def in_stacks(self, stacks: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return, for each transfer, a view of its entries in the stack `[n, *block]` of its block group.
+        """Return a view of the entries of each transfer, in the stack `[n, *block]` of its block group.
 
         stacks: the stack of each block group, by index of the group.
         """
@@ -236,7 +236,9 @@ class CommPlan:
     def _sends(self, rank: int, owner: int, transfer: Transfer) -> bool:
         """Return True if a rank sends the gradients of a transfer to the owner.
 
-        A rank sends gradients only if the rank belongs to the same replica as the owner.
+        A rank sends gradients only if the rank belongs to the same copy of the model (replica) as the owner.
+
+        transfer: entries of one block that the rank holds.
         """
         replicas = self.layouts[transfer.position].replicas
         return replicas[rank] == replicas[owner]

@@ -372,7 +372,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def _hooks(self, state: State) -> Hooks:
-        """Return the stage, or with `checked=True` an object with the same hooks that checks each call."""
+        """Return the stage, or in checked mode (`checked=True`) an object with the same hooks that checks each call."""
         return self if state.storage.watch is None else CheckedHooks(self, state.storage.watch)
 
     @final

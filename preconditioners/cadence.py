@@ -47,7 +47,8 @@ class Cadence(Component, ABC, family="cadence"):
     def first_due(self, earliest: int) -> int:
         """Return the step of the first refresh of a block. The default is `earliest`.
 
-        earliest: first step at which the stage can refresh: 1, or 0 (the priming gradient) for a lagged stage.
+        earliest: first step at which the stage can refresh: 1, or 0 for a lagged stage, which refreshes with its first
+            gradient before the first update.
         """
         return earliest
 
@@ -86,7 +87,7 @@ class Cadence(Component, ABC, family="cadence"):
         """Return True if a block may be due at its update number `step`. The default: at every update from its first
         refresh on.
 
-        The method is called when a stage requires a signal for its refreshes.
+        The method is called when a stage requires an input beside the gradient (a signal) for its refreshes.
 
         earliest: first step at which the stage can refresh, as in `first_due`.
         """
@@ -232,7 +233,7 @@ def _steps_due(phases: NDArray[np.float64], steps: int, offset: int, staggered: 
 
 @lru_cache(maxsize=1024)
 def _steps_with_due_blocks(phases: bytes, steps: int, offset: int, staggered: bool) -> frozenset[int]:
-    """Return the steps of a period in which `_steps_due` with these arguments lets any block be due for a refresh.
+    """Return the steps of a period at which any block is due for a refresh, as `_steps_due` computes them.
 
     The result is cached, because the phases are the same in every step.
     """

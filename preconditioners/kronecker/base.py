@@ -121,7 +121,7 @@ class Factored(Stage):
         return x
 
     def frame_changed(self, state: State, rows: tuple[int, int], context: StepContext) -> None:
-        """Update a gradient that the stage has cached in its basis, after a refresh has changed the basis of some rows.
+        """Rotate a gradient that the stage has cached to the new basis, after a refresh changed the basis of some rows.
 
         A stage may cache results of `in_frame` for the later hooks of a step. The default has no cache and does
         nothing.

@@ -317,8 +317,9 @@ def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_
 
 
 def _unmet_condition(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:
-    """Return a text about the first reason why second moments cannot be fitted to the statistic at a change of basis
-    (`transport: marginals`). Return None if they can.
+    """Return, as text, the first condition of `transport: marginals` that is not met, or None if all are met.
+
+    The conditions make sure that second moments can be fitted to the statistic when the basis changes.
     """
     decay = statistic.decay_of_squares
     if decay is None:

@@ -228,8 +228,7 @@ class Eigenbasis(Factored, DelayedRefresh):
         fit_second_moments(self._inside(state.block).slots, self._inner_state(state), d, scales)
 
     def _solutions(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, _Solved]:
-        """Compute the new bases of these axes. Return {axis: (change of basis, ok, tried, diag(Q^T A Q))}; see `_Solved`.
-        """
+        """Compute new bases of these axes. Return {axis: (change of basis, ok, tried, diagonal)}, as in `_Solved`."""
         if self.statistic_frame == "basis":
             found = {axis: self._in_basis(state, axis, context) for axis in axes}
             return {axis: (self._turned(state, axis, own), own.ok, None, None) for axis, own in found.items()}
@@ -272,7 +271,7 @@ class Eigenbasis(Factored, DelayedRefresh):
     def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
         """Compute the new bases of several axes, whose matrices have the same shape, as one stack.
 
-        Return for each axis (change of basis, ok, tried, diag(Q^T A Q)); see `_Solved`.
+        Return for each axis (change of basis, ok, tried, diagonal), as in `_Solved`.
         """
         parts = len(axes)
         old, found, diagonal = self._computed(state, axes, context)

@@ -100,7 +100,7 @@ class StepContext:
 
     @cached_property
     def priming(self) -> bool:
-        """True at the first gradient of lagged stages, with which they only initialize their statistics."""
+        """True for the first gradient of an update with a lagged stage, which only initializes statistics."""
         return self.numbers is None and self.uniform == 0  # no chain is traced in step 0
 
     @cached_property
@@ -159,7 +159,7 @@ class StepContext:
         return self.per_block(lambda step: (1 - beta ** terms(step)) ** exponent, like)
 
     def signal(self, name: str) -> Tensor | float:
-        """Return a signal that the stage has requested.
+        """Return the value of a signal, an input beside the gradient that the stage has requested.
 
         The value is a number (or 0-d tensor), `[N]`, `[N, *block]` or, for blocks with c inputs, `[N, c, c]`, depending
         on the signal's extent. Raises ContractError for a signal that was not requested or not provided.
@@ -174,7 +174,7 @@ class StepContext:
             ) from None
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
-        """Return the value of a signal, as the method `signal`, but as a tensor with dtype and device of `like`."""
+        """Return the value of a signal as a tensor with the dtype and device of `like`. See `signal`."""
         return number_like(self.signal(name), like)
 
     def total(self, state: State, slot: str) -> Tensor | float:

@@ -313,7 +313,7 @@ class _Event:
 
 
 def _cuda_answers() -> dict[str, Any]:
-    """Return the functions that replace attributes of `torch.cuda` while the device is entered, by name."""
+    """Return the functions that replace attributes of `torch.cuda` inside `with accelerator("cuda")`, by name."""
     wait = mock.Mock(side_effect=lambda *device: _entered().note("synchronize", waits=1))
     answers = {"is_available": True, "is_bf16_supported": True, "device_count": 1, "current_device": 0}
     values = {name: mock.Mock(return_value=value) for name, value in (answers | {"_lazy_init": None}).items()}

@@ -164,7 +164,7 @@ def broken(what: str, expected: str, got: object, cause: str = "") -> LawError:
 
 
 def require(fine: object, what: str, expected: str, got: object, cause: str = "") -> None:
-    """Raise the error of `broken` unless `fine` is true."""
+    """Raise the LawError that `broken` makes from the other arguments, unless `fine` is true."""
     if not fine:
         raise broken(what, expected, got, cause)
 

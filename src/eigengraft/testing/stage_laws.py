@@ -384,7 +384,7 @@ def a_checkpoint_resumes_exactly(case: StageCase) -> None:
 
 
 def measures_are_of_each_block_alone(case: StageCase) -> None:
-    """Measures are numbers `[N]`, the same for a block in a stack and for the block alone, and state is not changed."""
+    """`measures` returns numbers `[N]`, the same for a block in a stack and alone, and does not change the state."""
     for block in case.blocks if type(case.component).measures is not Stage.measures else ():
         with on(block):
             stack = case.trajectory(block)[1].copy()

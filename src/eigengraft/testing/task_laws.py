@@ -159,7 +159,10 @@ def labels_are_classes_with_a_score(case: Case[Task]) -> None:
 
 
 def _without_labels(case: Case[Task]) -> str | None:
-    """Return why a task has no labels, or None if it has: it uses the cross-entropy or reports an accuracy."""
+    """Return the reason why a task has no labels, or None if it has labels.
+
+    A task has labels if it uses the cross-entropy or reports an accuracy.
+    """
     from eigengraft.experiments.tasks import Task
 
     has = type(case.component).loss is Task.loss or case.component.reports_accuracy
