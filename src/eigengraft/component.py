@@ -154,7 +154,7 @@ class Component(BaseModel, metaclass=ComponentType):
     """For errors: (kind of a member, name of its field) that a user probably means who writes a number in place of a
     component."""
     kind_advice: ClassVar[list[Callable[[str], str]]] = []
-    """Functions of an unknown kind of a family that return the part of the error with advice, or "" for no advice."""
+    """Functions that receive a kind that the family does not have, and return advice for the error, or "" for none."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """For errors: {name of a field: advice} for fields that users look for in this component although they belong
     elsewhere. The key "." has the advice for any unknown field whose name is a dotted path."""

@@ -220,8 +220,8 @@ def block_norm(x: Tensor) -> Tensor:
 
 
 _SMALLER = 4096
-"""If m is the largest entry of a block, the squares of entries above m divided by this number must not underflow.
-Smaller entries do not change a norm in float32."""
+"""Entries below the largest entry of a block divided by this number do not change the norm of the block in float32. The
+squares of all larger entries must not underflow."""
 
 
 def signs(x: Tensor) -> Tensor:

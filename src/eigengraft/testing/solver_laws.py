@@ -301,8 +301,9 @@ def a_root_undoes_its_matrix(case: SolverCase[RootSolver]) -> None:
 
 
 def roots_come_with_a_report(case: SolverCase[RootSolver]) -> None:
-    """A result has iterations, residual and definiteness for each matrix. A definite matrix has a definite root with a
-    small residual."""
+    """A result has iterations, residual and definiteness for each matrix. A positive definite matrix has a
+    positive definite root with a small residual.
+    """
     for dtype in (torch.float32, torch.float64):
         root = case.component.root(definite(dtype=dtype), usual_exponent(case.component))
         for name, want in (("iterations", torch.int32), ("residual", dtype), ("definite", torch.bool)):
