@@ -286,6 +286,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         nothing = "unfinished, nothing found so far" if self.unfinished else "nothing found"
+        nothing += ", but not everything was checked" if self.notes else ""
         lines = [f"{self.directory}: {self.findings[0].kind if self.findings else nothing}"]
         lines += [f"\nunfinished: {self.unfinished}"] if self.unfinished else []
         for number, one in enumerate(self.findings, start=1):
@@ -1060,7 +1061,10 @@ def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Findi
     """
     start = record.start
     if isinstance(start, Exception):
-        notes.append(f"the initial outputs, as the task cannot be loaded: {start}")
+        notes.append(
+            f"inputs, labels and initial outputs, as the task cannot be loaded: {start}. If a file of yours defines "
+            "it, pass `--import FILE.py`"
+        )
         return
     if start.fault:
         yield Finding("loss", 1, "", start.fault)

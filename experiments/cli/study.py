@@ -19,7 +19,7 @@ from eigengraft.errors import RecipeError, counted
 from ..files import files_named, short_name
 from ..reports.number_format import format_loss
 from ..studies.progress import Meter, study_progress
-from .arguments import Workers, override_argument
+from .arguments import Imports, Workers, override_argument
 from .console import print_table
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ def doctor_command(
         Path, typer.Argument(help="the directory of a run, finished, stopped or still training, or of a study")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print findings and notes as JSON")] = False,
+    imports: Imports = None,
 ) -> None:
     """Say what went wrong in a run: the first wrong value, its step and layer, the usual cause, and what to do.
 
@@ -172,6 +173,8 @@ def _print_summary(directory: Path, diagnoses: Sequence[Diagnosis]) -> None:
     unfinished = sum(bool(one.unfinished) for one in diagnoses)
     head = f"{directory}: something was found in {len(sick)} of {counted(len(diagnoses), 'run')}"
     typer.echo(f"{head}; {unfinished} of them unfinished" if unfinished else head)
+    if partly := [one for one in diagnoses if one.notes]:
+        typer.echo(f"not checked in {counted(len(partly), 'run')}: {partly[0].notes[0]}")
     if not sick:
         return
     rows = []

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import RecipeError, Stage, State, StepContext, load_recipe
-from eigengraft.experiments import Experiment, RunLog, Tick, train
+from eigengraft.experiments import Experiment, RunLog, Tick, load_experiment, train
 from eigengraft.experiments.doctor import EXPLANATIONS, Diagnosis, diagnose, diagnose_all, diagnose_result
 from eigengraft.experiments.files import read_object
 from eigengraft.experiments.reports.records import error_line
 from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task, TaskError
 from eigengraft.experiments.tasks.base import generator
 from eigengraft.experiments.training.callbacks import Callback, RunView
+from eigengraft.experiments.training.imports import import_component
 
 from ..cli import invoke
 from ..refusals import lacking, refused
@@ -43,6 +45,7 @@ Sickness = Literal[
     "overflowing inputs",
     "softmax",
 ]
+REGRESSION = Path(__file__).resolve().parents[2] / "experiments" / "examples" / "regression.py"
 CLASSES = 4
 
 
@@ -711,6 +714,21 @@ def test_the_command_prints_findings_and_what_it_could_not_check(tmp_path: Path)
     printed = json.loads(invoke(["doctor", str(tmp_path / "run"), "--json"]).output)
     assert [one["kind"] for one in printed["findings"]] == ["stalled"]
     assert "test_patient" in printed["notes"][0]
+
+
+def test_the_command_imports_a_task_that_the_run_does_not_name(tmp_path: Path) -> None:
+    """As after a run of a script that defines its own task."""
+    source = tmp_path / "own_wave.py"
+    source.write_text(REGRESSION.read_text().replace('"curve"', '"own_wave"'))
+    module = import_component(str(source))
+    train(load_experiment({"task": {"kind": "own_wave"}, "recipe": "adamw", "steps": 2}), tmp_path / "run")
+    Task.members.pop("own_wave")  # as in another process
+    for name in [name for name, own in sys.modules.items() if own is module]:
+        sys.modules.pop(name)
+    without = invoke(["doctor", str(tmp_path / "run")])
+    assert without.exit_code == 0 and "own_wave" in without.output and "--import" in without.output
+    assert "not checked" in invoke(["doctor", str(tmp_path)]).output
+    assert "not checked" not in invoke(["doctor", str(tmp_path / "run"), "--import", str(source)]).output
 
 
 def test_a_directory_without_a_run_is_refused_with_the_runs_inside(tmp_path: Path) -> None:
