@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeVar, fina
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from eigengraft.component import ChainOf, located, short
+from eigengraft.component import ChainOf, PathName, located, short
 from eigengraft.errors import ContractError
 from eigengraft.numerics import full_products
 from eigengraft.schedules import Schedulable
@@ -192,9 +192,8 @@ class Stage(Schedulable, ABC, family="stage"):
     `eigengraft.testing.check_stage(Mine())` tests all of this.
     """
 
-    name: str | None = Field(
+    name: PathName | None = Field(
         default=None,
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="name of the stage in paths; default: its kind. Required if the kind repeats in a chain",
     )
     elsewhere: ClassVar[Mapping[str, str]] = {

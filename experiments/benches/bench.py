@@ -25,7 +25,7 @@ from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.loading import read_yaml
 
 from ..files import write_text
-from ..training.parallel import local_device
+from ..training.parallel import DeviceName, local_device
 from .view import Panel, Recommendation, Row, Table, recommend
 
 Declaration = Mapping[str, Any]
@@ -177,7 +177,7 @@ class Bench(Component, ABC, family="bench"):
     Except for times, rows depend only on the declaration. If a candidate fails on a problem, its row has the reason.
     """
 
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
+    device: DeviceName = Field("cpu", description="cpu, cuda or cuda:N")
     threads: int = Field(1, ge=1, description="CPU threads of torch")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of all random numbers")
     seconds: float = Field(0.03, gt=0, description="least time spent on timing one cell")

@@ -23,7 +23,7 @@ from ..files import LABEL, short_name
 from ..reports.records import METRICS, Metric, error_line, is_rate, metric_of
 from ..reports.seed_statistics import Target
 from ..tasks.base import MetricName
-from ..training.experiment import Experiment, load_experiment, read_experiment, with_imports
+from ..training.experiment import Experiment, FolderName, load_experiment, read_experiment, with_imports
 from ..training.imports import resolve_paths
 from .tuning import CoordinateDescent, Seeds, Tuning
 
@@ -164,7 +164,7 @@ class Study(Component):
         **{name: f"it belongs under `base`: `base: {{{name}: ...}}`" for name in Experiment.model_fields},
         "seed": "`seeds` is the list of seeds with which every cell is run",
     }
-    name: str = Field(default="study", pattern=r"^\w[\w.+=-]*$", description="names the directory of the study")
+    name: FolderName = Field(default="study", description="names the directory of the study")
     description: str = Field("", description="question of the study in a sentence or two")
     base: dict[str, Any] = Field(
         examples=[{"task": "digits", "recipe": "adamw"}],

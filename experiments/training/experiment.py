@@ -11,13 +11,13 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 import eigengraft
-from eigengraft.component import OTHER_NAMES, Component, validated
+from eigengraft.component import OTHER_NAMES, Component, Form, validated
 from eigengraft.errors import RecipeError, did_you_mean, near_path
 from eigengraft.optimizers.recipe.loading import YAML_SUFFIXES, parse_yaml, raw_recipe, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides, override_pairs, refuse_empty
@@ -26,7 +26,7 @@ from ..tasks import Task
 from ..tasks.base import Autocast, GradientPass
 from .callbacks import Callback
 from .imports import import_component, names_a_file, resolve_paths
-from .parallel import Parallelism, SingleProcess
+from .parallel import DeviceName, Parallelism, SingleProcess
 from .schedule import Constant, LearningRateSchedule
 
 _REPLACED = {"lr": "lr", "weight_decay.rate": "weight_decay"}
@@ -39,6 +39,12 @@ def _or_recipe_name(schema: dict[str, Any]) -> None:
     """
     mapping = {"$ref": schema.pop("$ref")} if "$ref" in schema else {}
     schema["anyOf"] = [mapping, {"type": "string"}, {"type": "array"}]
+
+
+FolderName = Annotated[
+    str, Form(r"^\w[\w.+=-]*$", "a name of letters, digits and _ . + = - that begins with a letter, digit or _")
+]
+"""Name of a run or study, which is also the name of its directory."""
 
 
 class Experiment(Component):
@@ -68,7 +74,7 @@ class Experiment(Component):
         ".": "dotted paths go into the list `overrides`, as 'path=value'",
     }
     imports: tuple[str, ...] = Field(default=(), strict=False, description="files or modules that define components")
-    name: str = Field(default="run", pattern=r"^\w[\w.+=-]*$", description="names the run's directory")
+    name: FolderName = Field(default="run", description="names the run's directory")
     task: Task = Field(examples=["digits"], description="task to train")
     recipe: eigengraft.Recipe = Field(examples=["soap"], description="the optimizer", json_schema_extra=_or_recipe_name)
     overrides: tuple[str, ...] = Field(default=(), strict=False, exclude=True, description="dotted.path=value")
@@ -90,15 +96,14 @@ class Experiment(Component):
     )
     eval_every: int = Field(default=50, ge=1, description="steps between evaluations; the last step has one")
     log_every: int = Field(default=10, ge=1, description="steps between rows of metrics")
-    diagnostics: str | None = Field(
+    diagnostics: Annotated[str, Form(r"^every [1-9][0-9]*$", "'every N', such as 'every 10',")] | None = Field(
         default=None,
-        pattern=r"^every [1-9][0-9]*$",
         description="'every N': the table of `inspect` is written to diagnostics.jsonl every N steps; none: no tables",
     )
     checkpoint_every: int = Field(default=100, ge=1, description="steps between checkpoints")
     keep_checkpoint: bool = Field(default=True, description="whether a complete run keeps its last checkpoint")
     threads: int = Field(default=1, ge=1, description="CPU threads of torch; another number may change the last bits")
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
+    device: DeviceName = Field(default="cpu", description="cpu, cuda or cuda:N")
     silence: tuple[str, ...] = Field(
         default=(),
         strict=False,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from eigengraft.component import Component, stage_name
+from eigengraft.component import Component, Form, stage_name
 from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.errors import RecipeError
 
@@ -262,6 +262,10 @@ def process_group(parallel: Parallelism, device_name: str) -> Iterator[Ranks]:
     finally:
         if own:
             dist.destroy_process_group()
+
+
+DeviceName = Annotated[str, Form(r"^(cpu|cuda(:\d+)?)$", "cpu, cuda or cuda:N")]
+"""Name of the device of a run or a bench."""
 
 
 def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.device:

@@ -11,6 +11,7 @@ User files are YAML 1.2. Shipped recipes are read from JSON, so that the core ne
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, lru_cache
@@ -304,6 +305,8 @@ def parse_yaml(text: str, source: str = "value") -> Any:
             mark = error.context_mark
         elif "\\t" in problem:
             remedy = "; YAML is indented with spaces, not with tabs"
+        elif twice := re.match(r'found duplicate key "(.*?)"', problem):
+            problem = f"the key '{twice[1]}' is given twice; remove one of the two"
         where = f", {_place(mark)}" if mark is not None else ""
         raise RecipeError(f"{source}{where}: {problem}{remedy}") from None
     except YAMLError as error:

@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_v
 
 from eigengraft.blocking import Batches, Blocking, Modules, View, ViewChoice, Whole
 from eigengraft.blocking.blocks import ONE_TENSOR
-from eigengraft.component import Component
+from eigengraft.component import Component, PathName
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.errors import did_you_mean
 from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
@@ -166,7 +166,7 @@ class UpdateRule(Component):
 class Route(UpdateRule):
     """An update rule for the parameters that match a condition, in place of the recipe's own rule."""
 
-    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", examples=["gates"], description="name of the route in paths")
+    name: PathName = Field(examples=["gates"], description="name of the route in paths")
     match: Match = Field(default=Match(), description="conditions on a parameter; default: every parameter")
     lr_multiplier: float = Field(default=1.0, ge=0, description="factor on the group's learning rate")
     weight_decay: WeightDecay | None = Field(

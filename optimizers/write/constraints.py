@@ -15,7 +15,7 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from eigengraft.component import ChainOf
+from eigengraft.component import ChainOf, PathName
 from eigengraft.numerics import block_norm, compute_dtype, copies, in_dtypes_of, over_stacks, safe_ratio, squares_of
 from eigengraft.preconditioners.polar.spectral import NewtonSchulz, PolarSolver
 from eigengraft.schedules import Schedulable
@@ -76,9 +76,8 @@ class Constraint(Schedulable, ABC, family="constraint"):
     shards. With an averaging whose base iterate is not the parameter, the base iterate is written and constrained.
     """
 
-    name: str | None = Field(
+    name: PathName | None = Field(
         default=None,
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="name of the constraint in paths; default: its kind. Needed if a kind repeats",
     )
 

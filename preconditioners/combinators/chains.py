@@ -9,6 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.component import PathName
 from eigengraft.schedules import Schedulable
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
@@ -36,7 +37,7 @@ class Chain(Stage):
 class Path(Schedulable):
     """One chain of a `sum`, with a name and a weight."""
 
-    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", examples=["a"], description="name of the path")
+    name: PathName = Field(examples=["a"], description="name of the path")
     weight: float = Field(default=1.0, description="factor of its direction")
     stages: Stages = Field(description="its chain")
 

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from types import FunctionType, NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeVar, get_args, get_origin
 
 import numpy as np
 from pydantic import (
@@ -526,6 +526,31 @@ def validated(cls: type[C], data: Any, where: str = "") -> C:
         return cls.model_validate(data)
     except ValidationError as error:
         raise RecipeError("\n".join(fault_lines(error, data, where))) from None
+
+
+@dataclass(frozen=True)
+class Form:
+    """Annotation of a text field whose values must match a regular expression. Errors describe the form in words.
+
+    pattern: the regular expression.
+    words: noun phrase for the form, without braces.
+    """
+
+    pattern: str
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.custom_error_schema(
+            core_schema.str_schema(pattern=self.pattern),
+            custom_error_type="form",
+            custom_error_message=f"{self.words} is required",
+        )
+
+
+PathName = Annotated[
+    str, Form(r"^[A-Za-z_][A-Za-z0-9_]*$", "a name of letters, digits and _ that does not begin with a digit")
+]
+"""Name of a part in dotted paths."""
 
 
 @dataclass(frozen=True)
