@@ -21,7 +21,7 @@ shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 sizes = st.none() | st.integers(1, 6)
 blockings = st.builds(Blocking, size=sizes) | st.builds(
-    Blocking, size=sizes, merge=st.integers(1, 40), min_axes=st.integers(1, 3)
+    Blocking, size=sizes, merge=st.integers(1, 40), min_axes=st.integers(1, 3), drop_ones=st.booleans()
 )
 
 
@@ -66,6 +66,14 @@ def test_merging_follows_distributed_shampoo(shape: tuple[int, ...], threshold: 
 )
 def test_merged_shapes(shape: tuple[int, ...], merge: int | None, keep: int, expected: tuple[int, ...]) -> None:
     assert Blocking(merge=merge, min_axes=keep).merged(shape) == expected
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 6), (6, 1), (1, 1), (1, 4, 3, 3), (8, 1, 3, 3), (5, 4, 1, 1), (5, 2, 3)], ids=str
+)
+def test_without_dropping_ones_two_axes_are_the_first_by_all_others(shape: tuple[int, ...]) -> None:
+    merged = Blocking(merge=10**6, min_axes=2, drop_ones=False).merged(shape)
+    assert merged == (shape[0], math.prod(shape[1:]))
 
 
 def blocks_by_hand(x: Tensor, size: int | None) -> list[Tensor]:
@@ -177,6 +185,7 @@ def test_selecting_parameters_selects_their_rows(
         ({"merge": -1}, ("merge", 1, -1)),
         ({"min_axes": 0}, ("min_axes", 1, 0)),
         ({"min_axes": 2}, ("min_axes", "merge", 2)),
+        ({"drop_ones": False}, ("drop_ones", "merge", False)),
         ({"merge_from": "first"}, ("merge_from", "merge", "first")),
         ({"size": 2.5}, ("size", 2.5)),
         ({"sice": 2}, ("sice", 2)),

@@ -34,6 +34,7 @@ from .test_methods import (
     moved,
     muon,
     newton_schulz,
+    normuon,
     of_rms,
     power,
 )
@@ -453,6 +454,17 @@ def test_a_recipe_is_its_papers_formula(name: str, shape: tuple[int, int]) -> No
     assert distance(ours, [moved(init[0], defined([g for (g,) in gradients]), decay)], init) <= 1e-9
 
 
+@pytest.mark.parametrize("shape", [(1, 6), (6, 1)], ids=str)
+@pytest.mark.parametrize("name", ["normuon", "adam_mini", "muon_squared", "muoneq", "polargrad", "mud", "aro", "dion2"])
+def test_the_weight_of_a_layer_with_one_input_or_output_is_a_matrix(name: str, shape: tuple[int, int]) -> None:
+    """1e-9 as above."""
+    defined, decay, overrides = {**METHODS, "normuon": (normuon, 0.01, ())}[name]
+    init, gradients = [normal(*shape, seed=5)], random_gradients([shape], STEPS)
+    loaded = load_recipe(name, overrides)
+    ours = follow(lambda given: Optimizer([("layer.weight", given[0])], loaded, lr=LR), init, gradients)
+    assert distance(ours, [moved(init[0], defined([g for (g,) in gradients]), decay)], init) <= 1e-9
+
+
 def test_no_two_of_these_formulas_are_the_same() -> None:
     given = [g for (g,) in random_gradients([(5, 8)], STEPS)]
     init = torch.zeros(5, 8, dtype=torch.float64)
@@ -609,6 +621,21 @@ def test_convolutions_are_sums_over_kernel_positions(name: str, kernel: tuple[in
     polar: Callable[[Tensor], Tensor] = newton_schulz if name == "scion" else ended
     updates = [polar(m.flatten(1)).reshape(m.shape) * factor for m in means(given, 0.9 if name == "scion" else 0.95)]
     expected = moved(weight.detach().clone(), updates, load_recipe(name).weight_decay.rate)[-1]
+    for g in given:
+        weight.grad = g.clone()
+        optimizer.step()
+    assert float((weight.detach() - expected).abs().max()) <= 1e-9 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("outputs", [1, 6])
+def test_convolutions_are_matrices_of_outputs_by_all_else(outputs: int) -> None:
+    """0.2 sqrt(max(m, c p)) U, U the polar factor of the weight as a matrix m x (c p), p kernel positions. 1e-9 as
+    above."""
+    layer = torch.nn.Conv2d(4, outputs, 3, bias=False, dtype=torch.float64)
+    weight, optimizer = layer.weight, compose("muon", layer, lr=LR, overrides=[EXACT])
+    given = [g for (g,) in random_gradients([tuple(weight.shape)], STEPS)]
+    updates = [u.reshape(weight.shape) for u in muon([g.flatten(1) for g in given])]
+    expected = moved(weight.detach().clone(), updates, 0.01)[-1]
     for g in given:
         weight.grad = g.clone()
         optimizer.step()

@@ -454,10 +454,15 @@ class Blocking(Component):
         default="last", description="whether merging starts at the last or the first axis"
     )
     min_axes: int = Field(default=1, ge=1, description="merging stops when this number of axes is left")
+    drop_ones: bool = Field(
+        default=True,
+        description="remove axes of length 1 before merging; false: the weight of a layer with one input or one output "
+        "stays a matrix",
+    )
 
     @model_validator(mode="after")
     def _merges(self) -> Self:
-        for name in ("merge_from", "min_axes"):
+        for name in ("merge_from", "min_axes", "drop_ones"):
             value = getattr(self, name)
             if self.merge is None and value != type(self).model_fields[name].default:
                 raise ValueError(
@@ -468,11 +473,12 @@ class Blocking(Component):
     def merged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a parameter or matrix after small axes were merged.
 
-        If `merge` is set, axes of length 1 are removed too. The shape of a scalar becomes (1,).
+        If `merge` is set, axes of length 1 are removed too, unless `drop_ones` is False. The shape of a scalar becomes
+        (1,).
         """
         if self.merge is None or 0 in shape:
             return shape or (1,)
-        axes = [d for d in shape if d != 1] or [1]
+        axes = [d for d in shape if d != 1 or not self.drop_ones] or [1]
         axes = axes if self.merge_from == "last" else axes[::-1]
         out = [axes[-1]]
         for done, d in enumerate(reversed(axes[:-1]), start=1):
@@ -484,7 +490,7 @@ class Blocking(Component):
         return tuple(out[::-1] if self.merge_from == "last" else out)
 
     def __hash__(self) -> int:
-        return hash((self.size, self.merge, self.merge_from, self.min_axes))
+        return hash((self.size, self.merge, self.merge_from, self.min_axes, self.drop_ones))
 
     def grids(self, shape: tuple[int, ...], matrices: Matrices = ONE_TENSOR) -> tuple[BlockGrid, ...]:
         """Return grids of blocks that cover a parameter of the given shape; none for an empty parameter.
