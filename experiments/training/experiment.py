@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 import eigengraft
-from eigengraft.component import OTHER_NAMES, Component, Form, validated
+from eigengraft.component import OTHER_NAMES, Component, TextForm, validated
 from eigengraft.errors import RecipeError, did_you_mean, near_path
 from eigengraft.optimizers.recipe.loading import YAML_SUFFIXES, parse_yaml, raw_recipe, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides, override_pairs, refuse_empty
@@ -42,7 +42,7 @@ def _or_recipe_name(schema: dict[str, Any]) -> None:
 
 
 FolderName = Annotated[
-    str, Form(r"^\w[\w.+=-]*$", "a name of letters, digits and _ . + = - that begins with a letter, digit or _")
+    str, TextForm(r"^\w[\w.+=-]*$", "a name of letters, digits and _ . + = - that begins with a letter, digit or _")
 ]
 """Name of a run or study, which is also the name of its directory."""
 
@@ -96,7 +96,7 @@ class Experiment(Component):
     )
     eval_every: int = Field(default=50, ge=1, description="steps between evaluations; the last step has one")
     log_every: int = Field(default=10, ge=1, description="steps between rows of metrics")
-    diagnostics: Annotated[str, Form(r"^every [1-9][0-9]*$", "'every N', such as 'every 10',")] | None = Field(
+    diagnostics: Annotated[str, TextForm(r"^every [1-9][0-9]*$", "'every N', such as 'every 10',")] | None = Field(
         default=None,
         description="'every N': the table of `inspect` is written to diagnostics.jsonl every N steps; none: no tables",
     )

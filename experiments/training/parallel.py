@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from eigengraft.component import Component, Form, stage_name
+from eigengraft.component import Component, TextForm, stage_name
 from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.errors import RecipeError
 
@@ -264,7 +264,7 @@ def process_group(parallel: Parallelism, device_name: str) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-DeviceName = Annotated[str, Form(r"^(cpu|cuda(:\d+)?)$", "cpu, cuda or cuda:N")]
+DeviceName = Annotated[str, TextForm(r"^(cpu|cuda(:\d+)?)$", "cpu, cuda or cuda:N")]
 """Name of the device of a run or a bench."""
 
 

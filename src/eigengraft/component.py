@@ -529,7 +529,7 @@ def validated(cls: type[C], data: Any, where: str = "") -> C:
 
 
 @dataclass(frozen=True)
-class Form:
+class TextForm:
     """Annotation of a text field whose values must match a regular expression. Errors describe the form in words.
 
     pattern: the regular expression.
@@ -548,7 +548,7 @@ class Form:
 
 
 PathName = Annotated[
-    str, Form(r"^[A-Za-z_][A-Za-z0-9_]*$", "a name of letters, digits and _ that does not begin with a digit")
+    str, TextForm(r"^[A-Za-z_][A-Za-z0-9_]*$", "a name of letters, digits and _ that does not begin with a digit")
 ]
 """Name of a part in dotted paths."""
 
