@@ -166,8 +166,8 @@ class SameNumbers:
         given = zip(*ranks.all_gather_object(mine, f"values of {self.subject}"), strict=True)
         labels = [f"{names[number]}{f' of {self.entries[at]}' if self.entries else ''}" for number, at in places[:3]]
         pairs = zip(labels, given, strict=True)
-        said = "; ".join(f"the same {label}, got {by_value(dict(enumerate(own)))}" for label, own in pairs)
-        more = f"; and {len(places) - 3} more" if len(places) > 3 else ""
+        said = ", ".join(f"the same {label} (got {by_value(dict(enumerate(own)))})" for label, own in pairs)
+        more = f", and {len(places) - 3} more" if len(places) > 3 else ""
         raise DistributedError(f"{self.subject}: all ranks must have {said}{more}; {outcome}; {self.remedy}")
 
     def _value(self, name: str, entry: int) -> float:

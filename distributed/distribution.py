@@ -60,7 +60,7 @@ class Distribution(Component):
     def _sends_what_it_says(self) -> Self:
         excluded = {
             "group_size": (self.group_size is not None, ("sharded", "local"), "nothing is replicated"),
-            "gather": (self.gather == "parameters", ("sharded", "local"), "no owner has the parameters"),
+            "gather": (self.gather == "parameters", ("sharded", "local"), "no rank has whole parameters to send"),
             "overlap_backward": (self.overlap_backward, ("replicated", "local"), "no gradient is sent"),
         }
         for field, (given, modes, why) in excluded.items():

@@ -168,7 +168,7 @@ def _parsed(path: Path, content: bytes, what: str) -> Any:
     try:
         return json.loads(content.decode("utf-8"))
     except ValueError as error:
-        state = "is empty" if not content.strip(b"\0 \n") else f"is no JSON ({error})"
+        state = "is empty" if not content.strip(b"\0 \n") else f"is not valid JSON ({error})"
         raise RecipeError(
             f"{path}: {what} {state}, perhaps because the machine crashed or the disk was full; remove {path.parent} "
             "and give the same command again"

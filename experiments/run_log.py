@@ -233,7 +233,7 @@ def import_run(
                 f"{file}, row {place}: there is no column 'step'; give the name of the column of steps as step=NAME"
             )
         if step < 0 or not step.is_integer():
-            raise RecipeError(f"{file}, row {place}: the step must be a whole number from 0, got {step:g}")
+            raise RecipeError(f"{file}, row {place}: the step must be a whole number >= 0, got {step:g}")
         joined = rows.setdefault(int(step), {})
         # A NaN does not replace a number of an earlier row, because it may stand for a missing value.
         joined |= {name: value for name, value in row.items() if name not in joined or math.isfinite(value)}

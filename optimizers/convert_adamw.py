@@ -54,8 +54,8 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
     sizes = [[len(group["params"]) for group in own] for own in (found["param_groups"], groups)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"state_dict: the param groups of torch's optimizer have sizes {sizes[1]}, and those of this optimizer "
-            f"have {sizes[0]}; give both the same groups"
+            f"state_dict: the param groups of torch's optimizer have {sizes[1]} parameters, and those of this "
+            f"optimizer {sizes[0]}; give both the same groups"
         )
     for own, theirs, made in zip(found["param_groups"], groups, optimizer.param_sets.groups, strict=True):
         for index, other, info, name in zip(own["params"], theirs["params"], made.infos, made.names, strict=True):
@@ -101,5 +101,7 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
     if differing:
         raise ValueError(f"{differing[0]}; give the recipe the numbers of torch's optimizer: overrides={meant}")
     if fresh:
-        warn_user(f"{name_some(fresh, 8)}: the update is not Adam's, so state starts anew")
+        warn_user(
+            f"state of {name_some(fresh, 8)} is not converted and starts from zero, because the update is not Adam's"
+        )
     return found

@@ -95,7 +95,7 @@ def require_options(options: Mapping[str, Any], recipe: Recipe) -> None:
         hint, advice = "", f"{advice}; only `compose` has {others[0]}"
     elif others and not hint:
         advice += f"; if '{others[0]}' is an option of another library, docs/from-torch.md has the field"
-    verb = "is no option" if len(unknown) == 1 else "are no options"
+    verb = "is not an option" if len(unknown) == 1 else "are not options"
     raise TypeError(
         f"Optimizer: {', '.join(map(repr, unknown))} {verb}{hint} (the options are {', '.join(_OPTIONS[:-2])}, and in "
         f"`compose` also {' and '.join(_OPTIONS[-2:])}; the recipe declares all else){advice}"
@@ -184,7 +184,7 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[
         TypeError: the group is not a mapping.
     """
     if not isinstance(group, Mapping):
-        raise TypeError(f"param group: it must be a mapping with 'params', got a {type(group).__name__}")
+        raise TypeError(f"param group: it must be a mapping with 'params', got {type(group).__name__}")
     options = {key: group[key] for key in (*_HOW, *_OFF) if key in group}
     check_options(options, "param group")
     for key in group:
@@ -197,7 +197,7 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[
         hint = did_you_mean(key, known, 0.75, _other_names(key))
         if hint or key in _elsewhere():
             raise ValueError(
-                f"param group: '{key}' is no key of a group{hint} (the keys are params, lr and weight_decay; the "
+                f"param group: '{key}' is not a key of a group{hint} (the keys are params, lr and weight_decay; the "
                 "recipe declares all else)"
             )
         why = ": no part of the recipe depends on the peak of the learning rate" if key == "max_lr" else ""

@@ -64,9 +64,9 @@ def _spectral(chain: Sequence[Stage], m: int, n: int, path: str) -> float:
     if size is None:
         names = ", ".join(stage.label for stage in chain)
         raise ValueError(
-            "width_scaling: the factor is computed from the spectral norm of a direction, which does not follow from "
-            f"its shape for the stages of `{path}` ({names}); remove width_scaling, or use stages for which it does, "
-            "such as those of Adam, SOAP or Muon"
+            "width_scaling: needs stages whose directions have a spectral norm that follows from their shape, "
+            f"which is not true of all stages of `{path}` ({names}); remove width_scaling, or use the stages of "
+            "Adam, SOAP or Muon"
         )
     return math.sqrt(m / n) / size
 

@@ -113,8 +113,9 @@ class Checks(Watch):
             error.add_note(f"in {what}, on a stack of shape {list(inputs['gradient'].shape)}{slots}")
             if "must match the size" in str(error):
                 error.add_note(
-                    "a number for each block, such as `context.step` `[N]`, is shaped to multiply or divide `like` by "
-                    "`context.per_block(f, like)`, `context.correction(b, like)` or `numerics.per_block(x, like)`"
+                    "does a tensor `[N]`, such as `context.step`, multiply or divide a stack `like` of N blocks? "
+                    "Give it axes of length 1, by `context.per_block(f, like)`, `context.correction(b, like)` or "
+                    "`numerics.per_block(x, like)`"
                 )
             raise
         finally:

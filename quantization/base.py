@@ -148,10 +148,10 @@ def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) ->
     why = "iterates, counts and pending results are never quantized; remove the entry"
     if role not in NEVER_CODED:
         why = (
-            f"the recipe has slots with the roles {', '.join(sorted(others)) or 'none'}; slots of a graft's magnitude "
-            "are chosen by the path of their stage"
+            f"the roles of this recipe's slots are {', '.join(sorted(others)) or 'none'} (slots of a graft's magnitude "
+            "are chosen by the path of their stage instead)"
         )
-    raise ValueError(f"storage: no slot can be quantized by the role '{role}': {why}")
+    raise ValueError(f"storage: no slot with the role '{role}' can be quantized; {why}")
 
 
 def require_stage_roles(stage: str, quantizer: Quantizer, slots: Iterable[Slot]) -> None:

@@ -289,7 +289,7 @@ def saved_factors(path: str) -> dict[str, Tensor]:
                 elif value.ndim == 2 and value.shape[0] == value.shape[1]:
                     found.setdefault((f"{name} {key.slot}", len(value)), []).append(value)
     if not found:
-        reason = "all are stored in codes; save a run without `storage`" if coded else "save one of shampoo or soap"
+        reason = "all are quantized; save a run without `storage`" if coded else "save one of shampoo or soap"
         raise RecipeError(f"checkpoint: '{path}' has no factor that is a matrix ({reason})")
     sizes = Counter(text for text, _ in found)
     return {text if sizes[text] == 1 else f"{text} {d}": torch.stack(own) for (text, d), own in found.items()}

@@ -104,7 +104,7 @@ def shape_set(name: str) -> Shapes:
     dimension, _, number = given.partition("=")
     if kind not in SETS:
         hint = did_you_mean(kind, SETS)
-        raise RecipeError(f"sets: '{kind}' is no set of shapes{hint} (the sets are {', '.join(SETS)})")
+        raise RecipeError(f"sets: '{kind}' is not a set of shapes{hint} (the sets are {', '.join(SETS)})")
     if not given:
         return SETS[kind]()
     known = SETS[kind].__annotations__.keys() - {"return"}

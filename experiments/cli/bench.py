@@ -75,7 +75,7 @@ def _chosen(
     member = Bench.members.get(kind)
     if member is None or not issubclass(member, Bench):
         hint = did_you_mean(kind, Bench.members, 0.5)
-        raise RecipeError(f"bench: '{kind}' is no bench{hint} (the benches are {', '.join(Bench.members)})")
+        raise RecipeError(f"bench: '{kind}' is not a bench{hint} (the benches are {', '.join(Bench.members)})")
     for name, option in (("checkpoint", "--from"), ("record", "--record")):
         if name in options and name not in member.model_fields:
             having = ", ".join(kind for kind, other in Bench.members.items() if name in other.model_fields)

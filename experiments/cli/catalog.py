@@ -220,7 +220,7 @@ def _declaration_of(source: str) -> dict[str, Any]:
     if path.is_dir():
         config = RunDirectory(path).read("config")
         if config is None:
-            raise ValueError(f"diff: {path} is no directory of a run, as it has no config.json")
+            raise ValueError(f"diff: {path} is not the directory of a run, because it has no config.json")
         return config
     if path.is_file() and "task" in (read_yaml(path) or ()):
         return load_experiment(path).model_dump(mode="json")

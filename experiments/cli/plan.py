@@ -123,7 +123,7 @@ def _mesh(way: DataParallel, shards: tuple[int, ...], ranks: int) -> tuple[int, 
     shard_ranks = shards[0] if shards else min(NODE, ranks)
     if ranks % shard_ranks:
         raise RecipeError(
-            f"hsdp: {ranks} ranks are no multiple of the {shard_ranks} ranks that shard a parameter; give --mesh"
+            f"hsdp: {ranks} ranks are not a multiple of the {shard_ranks} ranks that shard a parameter; give --mesh"
         )
     return ranks // shard_ranks, shard_ranks
 

@@ -533,7 +533,9 @@ def _compared_with(records: Records, baseline: str) -> Records:
     if not found or (len(found) > 1 and found[0] != records.compare):
         lists = "; ".join(f"{axis} has {', '.join(labels)}" for axis, labels in known.items())
         what = (
-            f"is a label of {' and '.join(found)}; write AXIS={label}" if found else f"is no label of any axis: {lists}"
+            f"is a label of {' and '.join(found)}; write AXIS={label}"
+            if found
+            else f"is not a label of any axis: {lists}"
         )
         raise ArgumentError("baseline", f"'{baseline}' {what}")
     return replace(records, compare=found[0], baseline=label)
@@ -554,7 +556,9 @@ def _selected(records: Records, only: Iterable[str]) -> Records:
         known = records.axes[axis]
         for pattern in chosen:
             if not any(fnmatchcase(label, pattern) for label in known):
-                raise ArgumentError("only", f"'{pattern}' is no label of {axis}, whose labels are {', '.join(known)}")
+                raise ArgumentError(
+                    "only", f"'{pattern}' is not a label of {axis}, whose labels are {', '.join(known)}"
+                )
     runs = tuple(
         run
         for run in records.runs
@@ -572,13 +576,15 @@ def _renamed(records: Records, texts: Mapping[str, str]) -> Records:
     known = {label for labels in records.axes.values() for label in labels}
     for label in texts.keys() - known:
         listed = ", ".join(sorted(known))
-        raise ArgumentError("labels", f"'{label}' is no label of the runs, whose labels are {listed}")
+        raise ArgumentError("labels", f"'{label}' is not a label of the runs, whose labels are {listed}")
     for axis, before in records.axes.items():
         after = [texts.get(label, label) for label in sorted(before)]
         if twice := next((text for text in after if after.count(text) > 1), None):
             alike = " and ".join(f"'{label}'" for label in sorted(before) if texts.get(label, label) == twice)
             raise ArgumentError(
-                "labels", f"{alike} of {axis} would both be '{twice}', and their runs be averaged; give other names"
+                "labels",
+                f"{alike} of {axis} would both be called '{twice}', and their runs would be averaged together; "
+                "give them different labels",
             )
     renamed = [{axis: texts.get(label, label) for axis, label in run.labels.items()} for run in records.runs]
     cells = {cell_name(run.labels): cell_name(own) for run, own in zip(records.runs, renamed, strict=True)}

@@ -235,7 +235,7 @@ class Report:
             if not fine:
                 raise ArgumentError(name, f"{what} is required, got {getattr(self, name)!r}")
         if unknown := [along for along in self.x if along not in ABSCISSAS]:
-            raise ArgumentError("x", f"'{unknown[0]}' is no quantity of a run; they are {quantities}")
+            raise ArgumentError("x", f"'{unknown[0]}' is not a quantity of a run; the quantities are {quantities}")
 
     @cached_property
     def records(self) -> Records:

@@ -55,8 +55,8 @@ class CellPair(Component):
         """Raise ValueError if `of` or `than` names an axis or a label that the study does not have."""
         wanted = [("of", axis, label) for axis, some in self.of.items() for label in some]
         for side, axis, label in [*wanted, *(("than", *one) for one in self.than.items())]:
-            require_known(f"{where}.{side}", axis, study.axes)
-            require_known(f"{where}.{side}.{axis}", label, study.axes[axis])
+            require_known(f"{where}.{side}", "axis", axis, study.axes)
+            require_known(f"{where}.{side}.{axis}", "label", label, study.axes[axis])
 
 
 class PaperClaim(CellPair):
@@ -285,7 +285,9 @@ def fit_loss_curve(steps: Sequence[float], losses: Sequence[float]) -> LossCurve
     Raises ValueError for fewer than four lengths of runs, because the curve has three parameters.
     """
     if len(set(steps)) < 4:
-        raise ValueError(f"fitted_steps: needs runs of at least four lengths, got {sorted(set(steps))}")
+        raise ValueError(
+            f"fitted_steps: needs runs with at least four different numbers of steps, got {sorted(set(steps))}"
+        )
     from scipy import optimize  # not at the top of the file, because importing it takes half a second
 
     n, y = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)

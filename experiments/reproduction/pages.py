@@ -144,7 +144,9 @@ def renewed(text: str, tables: Mapping[str, str], where: str) -> str:
     def table(found: re.Match[str]) -> str:
         name = found["name"]
         if name not in tables:
-            raise RecipeError(f"{where}: the marker '{name}' is no name of a table; tables are {', '.join(tables)}")
+            raise RecipeError(
+                f"{where}: the marker '{name}' is not the name of a table; the tables are {', '.join(tables)}"
+            )
         return f"{found[1]}{tables[name]}{found[3]}"
 
     return _MARKED.sub(table, text)

@@ -177,7 +177,7 @@ def _engine(url: str) -> sql.Engine:
         parsed = sql.make_url(url)
         backend = parsed.get_backend_name()
         if backend not in _CLOCKS:
-            raise RecipeError(f"--storage: '{backend}' databases are not supported; {_FORMS}, got '{url}'")
+            raise RecipeError(f"--storage: '{backend}' databases are not supported, got '{url}'; {_FORMS}")
         waiting = {"timeout": 60} if backend == "sqlite" else {}
         engine = sql.create_engine(parsed, poolclass=sql.pool.NullPool, connect_args=waiting)
     except (sql.exc.ArgumentError, ImportError) as error:

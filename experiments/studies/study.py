@@ -140,9 +140,10 @@ def changed_paths(choices: Mapping[str, Changes]) -> set[str]:
     return {path for changes in choices.values() for path in changes}
 
 
-def require_known(where: str, name: str, known: Iterable[str]) -> None:
+def require_known(where: str, noun: str, name: str, known: Iterable[str]) -> None:
     if name not in known:
-        raise ValueError(f"{where}: unknown '{name}'{did_you_mean(name, known, 0.5)} (there are: {', '.join(known)})")
+        near = did_you_mean(name, known, 0.5)
+        raise ValueError(f"{where}: unknown {noun} '{name}'{near} (known are {', '.join(known)})")
 
 
 _SHIPPED = Path(__file__).parent
@@ -275,8 +276,8 @@ class Study(Component):
         wheres += [("exclude", where) for where in self.exclude]
         wanted += [(name, axis, v) for name, where in wheres for axis, some in where.items() for v in some]
         for where, axis, label in wanted:
-            require_known(where, axis, self.axes)
-            require_known(f"{where}.{axis}", label, self.axes[axis])
+            require_known(where, "axis", axis, self.axes)
+            require_known(f"{where}.{axis}", "label", label, self.axes[axis])
         kept = list(combinations(self.axes, self.exclude))
         compared, baseline = self.compared
         if not any(labels[compared] == baseline for labels in kept):

@@ -35,8 +35,8 @@ class ModularAddition(Task):
     def _is_possible(self) -> Self:
         if not self.batch_size <= self.shown < self.modulus**2:
             raise ValueError(
-                f"batch_size, train_fraction: the number of training pairs must be at least batch_size "
-                f"{self.batch_size} and less than all {self.modulus**2} pairs, got {self.shown}"
+                f"train_fraction: the number of training pairs must be at least batch_size, {self.batch_size}, "
+                f"and less than all {self.modulus**2} pairs, got {self.shown}; change train_fraction or batch_size"
             )
         return self
 

@@ -369,7 +369,7 @@ class DifferentialEquation(Task):
         if equation.periodic and self.boundary_weight is not None:
             raise ValueError(f"boundary_weight: has no effect on {kind}, which is periodic; remove it")
         if not equation.evolves and self.initial_weight is not None:
-            raise ValueError(f"initial_weight: has no effect on {kind}, which does not evolve; remove it")
+            raise ValueError(f"initial_weight: has no effect on {kind}, which does not depend on time; remove it")
         return self
 
     def load(self) -> Dataset:

@@ -183,7 +183,8 @@ def read_entries(track: Track, folder: Path) -> Mapping[str, EntryRuns]:
         name, version = row["entry"], row["track"]
         if version != str(track.version):
             raise ValueError(
-                f"{path}: results of {name} must be from version {track.version} of the track, got {version}"
+                f"{path}: the results of entry {name} must be from version {track.version} of the track, got "
+                f"version {version}; run it again"
             )
         found.setdefault(name, {task: [] for task in track.tasks})[row["task"]].append(_run(row))
     if not found:

@@ -75,7 +75,7 @@ def library_digest() -> str:
     files = [(file.name, file) for file in sorted(home.glob("*.py"))]
     for package in _COMPUTING:
         spec = find_spec(f"eigengraft.{package}")
-        assert spec is not None and spec.submodule_search_locations, f"eigengraft.{package} is no package"
+        assert spec is not None and spec.submodule_search_locations, f"eigengraft.{package} is not a package"
         folder = Path(spec.submodule_search_locations[0])
         files += [(f"{package} {file.relative_to(folder).as_posix()}", file) for file in sorted(folder.rglob("*.py"))]
     for name, file in files:

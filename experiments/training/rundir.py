@@ -261,8 +261,12 @@ def load_checkpoint(
             _load_sharded(found, ranks, model, optimizer)
     except (CheckpointException, OSError) as error:
         others = len(run.checkpoints()) > 1
-        remedy = f"remove {found} to continue from the one before" if others else f"remove {run.path}"
-        raise RecipeError(f"{found}: the checkpoint cannot be read; {remedy}: {_first(error)}") from error
+        remedy = (
+            f"remove {found} to continue from the one before"
+            if others
+            else f"remove {run.path} and give the same command again"
+        )
+        raise RecipeError(f"{found}: the checkpoint cannot be read ({_first(error)}); {remedy}") from error
     return notes
 
 
@@ -312,4 +316,4 @@ def _first(error: BaseException) -> str:
     """Return the error of the first failing rank in one line. torch's own text is a traceback."""
     failures = getattr(error, "failures", None)
     fault = next(iter(failures.values()))[0] if failures else error
-    return f"{type(fault).__name__}: {fault}"
+    return f"{type(fault).__name__}: {fault}".partition("\n")[0].rstrip()

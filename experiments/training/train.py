@@ -418,8 +418,8 @@ class Trainer:
         if notes is not None and len(self.rows) < notes["rows"]:
             file = self.directory.metrics.path
             raise RecipeError(
-                f"{file}: has {len(self.rows)} of the {notes['rows']} rows that its checkpoint covers; remove "
-                f"{file.parent}"
+                f"{file}: has only {len(self.rows)} of the {notes['rows']} rows that were logged before the last "
+                f"checkpoint; remove the run {file.parent}"
             )
         known = self.ranks.on_first(lambda: self.directory.read("fault"))
         self.fault = Fault(**known) if known is not None else None

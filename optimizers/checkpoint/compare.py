@@ -205,18 +205,22 @@ def compare_groups(
             keys.append(_matched(f"group {index}", own, other, got))
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"state_dict: the saved param groups have sizes {sizes[1]}, and those of the optimizer have {sizes[0]}"
+            f"state_dict: the saved param groups have {sizes[1]} parameters, and those of the optimizer {sizes[0]}; "
+            "give the optimizer the same groups"
         )
     for index, (group, other) in enumerate(zip(groups, saved, strict=True)):
         if "recipe" not in other:
             raise ValueError(
-                f"state_dict: group {index} has no recipe, so this is no state dict of an eigengraft.Optimizer; "
+                f"state_dict: group {index} has no recipe, so this is not the state dict of an eigengraft.Optimizer; "
                 "eigengraft.optimizers.convert_adamw(state_dict, optimizer) converts one of torch.optim.AdamW; after "
                 "any other optimizer, begin with fresh state"
             )
         missing = [key for key in ("lr", "weight_decay") if key not in other]
         if missing:
-            raise ValueError(f"state_dict: group {index} must have '{missing[0]}', got the keys {sorted(other)}")
+            raise ValueError(
+                f"state_dict: group {index} must have '{missing[0]}', got the keys {sorted(other)}; load a state dict "
+                "as optimizer.state_dict() returned it"
+            )
         check_values({**other, "params": []})
         if str(other["recipe"]) not in changes:
             changes[str(other["recipe"])] = compare_recipes(
@@ -250,8 +254,9 @@ def saved_mode(groups: Sequence[Mapping[str, Any]], averages: bool) -> Mode:
             )
         if mode == "eval" and not averages:
             raise ValueError(
-                f"state_dict: group {index}: 'iterate' is 'eval', but this optimizer averages no iterates; save after "
-                "optimizer.train(), or compose with the averaging of the checkpoint"
+                f"state_dict: group {index}: 'iterate' is 'eval', so it was saved after optimizer.eval(), but this "
+                "optimizer averages no iterates; save after optimizer.train(), or compose with the averaging of the "
+                "checkpoint"
             )
     return "eval" if "eval" in found else "train"
 
@@ -288,7 +293,8 @@ def _matched(where: str, own: Sequence[str | None], other: Mapping[str, Any], go
     if _texts(keys) and len(keys) == len(own):
         return keys
     raise ValueError(
-        f"state_dict: {where}: parameters are missing: {_listed(missing)}, unexpected: {_listed(unexpected)}"
+        f"state_dict: {where} was saved for other parameters (missing: {_listed(missing)}, unexpected: "
+        f"{_listed(unexpected)}); load it into an optimizer of the same model with the same groups"
     )
 
 

@@ -118,7 +118,7 @@ def _require_state_dict(given: Any) -> None:
             inside = [key for key, value in given.items() if isinstance(value, Mapping) and "param_groups" in value]
             hint += f"; give its entry {inside[0]!r}" if inside else ""
         raise ValueError(
-            f"state_dict: it must be a mapping with 'state' and 'param_groups', got a {type(given).__name__}{hint}"
+            f"state_dict: it must be a mapping with 'state' and 'param_groups', got {type(given).__name__}{hint}"
         )
 
 

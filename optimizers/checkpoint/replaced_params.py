@@ -114,7 +114,7 @@ def _require_usable(parameter: Tensor, spec: ParamSpec, stepped: bool) -> None:
     spec: the parameter's description when the optimizer was made.
     stepped: True if any parameter of the optimizer was updated.
     """
-    made, got = (f"{tuple(x.shape)} in {x.dtype}" for x in (spec, parameter))
+    made, got = (f"shape {tuple(x.shape)} in {x.dtype}" for x in (spec, parameter))
     if parameter.shape != spec.shape or (stepped and parameter.dtype is not spec.dtype):
         raise ValueError(
             f"{spec.name}: the optimizer was made for a parameter of {made}, got {got}; resize a model before its "

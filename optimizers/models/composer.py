@@ -139,8 +139,8 @@ def grouped(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None) -> Des
                 )
             if id(own) not in names:
                 raise ValueError(
-                    f"grouped: group {index}: the tensor of shape {tuple(own.shape)} at position {place} is no "
-                    "parameter of the model"
+                    f"grouped: group {index}: the tensor of shape {tuple(own.shape)} at position {place} is not "
+                    "a parameter of the model"
                 )
         rest = {key: value for key, value in group.items() if key != "param_names"}
         found.append({**rest, "params": [(names[id(own)], own) for own in tensors]})

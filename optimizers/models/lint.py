@@ -183,8 +183,9 @@ def _large_state(composed: Composition) -> Iterator[str]:
         each, name, shape = max(costly)
         more = f", and {len(costly) - 1} others like it" if len(costly) > 1 else ""
         yield (
-            f"{name}: {each:.0f} bytes of state for each entry of {list(shape)}{more}; `axes: {{max_skew: 4}}` of a "
-            "statistic gives no factor to such long axes, and a route sends parameters to another update"
+            f"{name}: its state takes {each:.0f} bytes for each entry of {list(shape)}{more}; set "
+            "`axes: {max_skew: 4}` in the statistic, so that such long axes have no factor, or send the parameter to "
+            "another update by a route"
         )
 
 
@@ -297,8 +298,8 @@ def _whitening_after_graft(composed: Composition) -> Iterator[str]:
             if graft is not None and not grafts and (ignores or (_adapts(graft, block) and _whitens(stage, block))):
                 yield (
                     f"{path}.{stage.label}: it changes the norms that {path}.{graft.label} has set, because it divides "
-                    f"directions by a scale of its own; move '{stage.label}' before '{graft.label}' or into its "
-                    "`direction`"
+                    f"directions by a scale of its own; move '{stage.label}' before '{graft.label}', or into the "
+                    f"`direction` of '{graft.label}'"
                 )
             graft = stage if grafts else graft
 
@@ -356,9 +357,9 @@ def _unmatched_pairs(composed: Composition) -> Iterator[str]:
     reached = {recipe.route(info)[0] for info in composed.optimizer.param_sets.infos}
     if paths and not composed.names_only and paths.isdisjoint(reached):
         yield (
-            f"{name_some(sorted(paths), 3)}: no parameter is one of two factors of a product, such as lora_A and "
-            "lora_B, so that other updates receive all parameters; add adapters before compose, train them, or choose "
-            "another recipe"
+            f"{name_some(sorted(paths), 3)}: no trained parameter is a factor of a product, such as lora_A and lora_B, "
+            "so this route has no parameters; add adapters to the model before compose, with `requires_grad` True, or "
+            "choose another recipe"
         )
 
 

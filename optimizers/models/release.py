@@ -240,8 +240,8 @@ class Release:
         if len(param_sets) != len(self._known) or any(a is not b for a, b in zip(param_sets, self._known, strict=True)):
             if reasons := [f"{path} ({why})" for path, why in _reasons(optimizer, self._averaged)]:
                 raise ValueError(
-                    f"release: parameters cannot step during backward with {'; '.join(reasons)}; change these parts of "
-                    "the recipe, or step without release"
+                    f"release: parameters cannot step during backward with {'; '.join(reasons)}; change the recipe, "
+                    "or step without release"
                 )
             self._known = param_sets
             self._made = [unit for own in param_sets for unit in _units_of(own)]

@@ -56,7 +56,7 @@ def whole_block_shards(recipe: RecipeSource, model: nn.Module, ranks: int) -> Ca
     def placement(parameter: Tensor) -> Shard:
         if id(parameter) not in infos:
             raise ValueError(
-                f"whole_block_shards: a tensor of shape {tuple(parameter.shape)} is no parameter of the model; call "
+                f"whole_block_shards: a tensor of shape {tuple(parameter.shape)} is not a parameter of the model; call "
                 "whole_block_shards with the model before it is sharded"
             )
         info = infos[id(parameter)]

@@ -94,7 +94,7 @@ def expected_rules(key: str, rules: Mapping[str, Any]) -> frozenset[str]:
         return frozenset({routes[key]})
     if key not in stages:
         hint = did_you_mean(key, [*routes, *stages])
-        raise ValueError(f"expect: '{key}' is no path, name or kind of a stage, and no route{hint}")
+        raise ValueError(f"expect: '{key}' is neither a path, name or kind of a stage nor a route{hint}")
     return frozenset(stages[key])
 
 
@@ -141,8 +141,9 @@ def reached(
         sizes = [(path in paths, info.numel if expected.unit == "parameters" else 1) for info, path, _ in routed]
         found, total = sum(size for there, size in sizes if there), sum(size for _, size in sizes)
         chosen = sorted((row for row in routed if (row[1] in paths) == expected.upper), key=lambda row: -row[0].numel)
-        named = [f"{info.name or info.shape} to {path or 'update'} ({why})" for info, path, why in chosen]
-        astray = f"{'there' if expected.upper else 'elsewhere'} went {name_some(named, 3) or 'nothing'}"
+        named = [f"{info.name or info.shape} in {path or 'update'} ({why})" for info, path, why in chosen]
+        place = "there" if expected.upper else "elsewhere"
+        astray = f"the largest tensors {place} are {name_some(named, 3)}" if named else f"no tensors are {place}"
         rows.append(Reached(key, text, found, total, expected.holds(found, total), astray))
     return rows
 
@@ -155,7 +156,7 @@ def require_expected(rows: Iterable[Reached]) -> None:
     rows: shares of the model, as `reached` returns them.
     """
     faults = [
-        f"expect.{row.key}: the recipe expects {row.text}, got {row.share}; {row.astray}"
+        f"expect.{row.key}: the recipe expects {row.text}, got {row.share}; {row.astray}; change the routes or `expect`"
         for row in rows
         if not row.holds
     ]

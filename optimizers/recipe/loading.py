@@ -225,7 +225,7 @@ def _named(text: str, folder: Path | None, derived: tuple[str, ...]) -> dict[str
     near = near_names(text.lower(), shipped(), 0.5)[:5]
     listed = ", ".join(near) if near else ", ".join(name for name in sorted(shipped()) if "/" not in name)
     raise RecipeError(
-        f"recipe '{text}': there is no shipped recipe of that name, and it is no path of a .yaml file"
+        f"recipe '{text}': there is no shipped recipe of that name, and it is not the path of a .yaml file"
         f"{did_you_mean(text, near, first=near)} "
         f"({'similar ' if near else ''}shipped recipes: {listed}; eigengraft.shipped_recipes() returns all)"
     )

@@ -89,7 +89,7 @@ def refuse_empty(override: str) -> None:
     if equals and not text.strip():
         path = path.strip()
         raise RecipeError(
-            f"override '{override}': the value is empty, as of an unset shell variable; write ~{path} to remove what "
+            f"override '{override}': the value is empty (is a shell variable not set?); write ~{path} to remove what "
             f"is set there, or {path}=null to set no value"
         )
 
@@ -200,7 +200,10 @@ def _missing(node: Any, part: str, where: str) -> str:
         return f"'{where}' is the value {node!r} and has no fields"
     near = [] if where else [path for path, _ in flatten(node) if f".{part}." in f".{path}."][:1]
     hint = did_you_mean(part, known, first=(path[: path.index(part) + len(part)] for path in near))
-    return f"there is no '{part}' in '{where or 'the top level'}'{hint} (there are: {', '.join(known) or 'none'})"
+    place = f"'{where}'" if where else "the top level"
+    return (
+        f"there is no '{part}' in {place}, which has {', '.join(known) or 'nothing'}{hint.replace(', did', '; did', 1)}"
+    )
 
 
 def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:

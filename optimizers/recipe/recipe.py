@@ -249,7 +249,9 @@ class Recipe(UpdateRule):
                 require_coded_role(key, quantizer, (role for rule in rules for role in rule.storable_roles()))
             elif stage not in stages:
                 hint = did_you_mean(stage, [*get_args(Role), *stages])
-                raise ValueError(f"storage: '{key}' is no role, no stage path and no stage path/slot{hint}")
+                raise ValueError(
+                    f"storage: '{key}' is neither a role nor the path of a stage or slot (path/slot){hint}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -521,4 +523,4 @@ def require_slots(recipe: Recipe, blocks: Iterable[tuple[str, tuple[int, ...]]])
         key = StateKey.parse(text)
         near = sorted(str(slot) for slot in slots if slot.stage == key.stage)
         if near and key not in slots:
-            raise ValueError(f"storage: '{text}' is no slot; the slots of this stage are {', '.join(near)}")
+            raise ValueError(f"storage: '{text}' is not a slot; the slots of this stage are {', '.join(near)}")

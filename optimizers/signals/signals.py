@@ -67,7 +67,7 @@ class Provided:
         pairs = [(id(own), x) for own, x in value.items()] if isinstance(value, Mapping) else [(None, value)]
         for key, one in pairs:
             if key is not None and key not in known:
-                raise ValueError(f"provide: '{signal.name}' has a key that is no parameter of the optimizer")
+                raise ValueError(f"provide: '{signal.name}' has a key that is not a parameter of the optimizer")
             one = one.detach() if isinstance(one, Tensor) else float(one)
             if key is not None:
                 _require_shape(signal, known[key], one)
@@ -265,7 +265,7 @@ def gather_signals(
             warn_user(
                 f"provide: the signal '{name}' is not used in this step, because at least one parameter has no value "
                 f"of it on at least one rank; this rank has values for {len(call.values)} of {len(call.wanted)} "
-                f"parameters. Provide a value for each parameter on each rank ({what})"
+                "parameters. Provide a value for each parameter on each rank"
             )
     return numbers, tensors, next(iter(missing), None)
 
@@ -410,9 +410,7 @@ class Signals:
         signal = known_signals().get(name)
         if signal is None or name in OWN:
             free = ", ".join(sorted(known_signals().keys() - OWN))
-            raise ValueError(
-                f"provide: '{name}' is no signal that can be provided; signals that can be provided are {free}"
-            )
+            raise ValueError(f"provide: '{name}' is not a signal that can be provided; those are {free}")
         asked = name in self.asking
         if callable(value):
             if asked:

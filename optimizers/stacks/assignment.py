@@ -325,8 +325,8 @@ def warn_of_waiting(
         warn_user(
             f"{', '.join(advice.fields)}: the {ranks} ranks wait for each other's refreshes (computed efficiency "
             f"{now.efficiency:.2f}); set min_wave_work to {advice.min_wave_work} for an efficiency of "
-            f"{advice.balance.efficiency:.2f}. Another value of it changes the steps in which blocks are refreshed, "
-            "and so the updates, on one process in the same way"
+            f"{advice.balance.efficiency:.2f}. This changes the steps in which blocks are refreshed, and so the "
+            "updates, but the updates do not depend on the number of ranks"
         )
 
 

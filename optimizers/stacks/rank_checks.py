@@ -55,9 +55,8 @@ Norms differ between ranks by 1e-6 if kernels add in varying order, and by 1e-2 
 data."""
 STEP_ALIKE = "all ranks must call step() equally often, with the same values in their param groups"
 AVERAGE_FIRST = (
-    "all ranks hold the whole parameter: average gradients before step(), by the whole model in "
-    "DistributedDataParallel, no parameter outside of it, and the last backward before step() outside of no_sync(); "
-    f"{NO_COPIES}"
+    "ranks that hold a whole parameter need its averaged gradient: wrap the whole model in "
+    f"DistributedDataParallel, and call the last backward before step() outside of no_sync(); {NO_COPIES}"
 )
 
 
@@ -341,8 +340,8 @@ def failed_roots(path: str, tolerated: int, names: Sequence[str]) -> ArithmeticE
     tolerated: number of failures in a row that are tolerated.
     """
     return ArithmeticError(
-        f"{path}: at most {tolerated} failed roots in a row are tolerated (failure.roots), got more for "
-        f"{name_some(names, 5)}; a larger ridge or a lower lr may help"
+        f"{path}: roots or bases of {name_some(names, 5)} could not be computed in more than {tolerated} "
+        "refreshes in a row, the limit set by failure.roots; a larger ridge or a lower lr may help"
     )
 
 

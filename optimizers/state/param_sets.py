@@ -189,9 +189,9 @@ class ParamSets:
             first = param_set.parameters[0]
             if first.is_meta and fake_mode(first) is None:
                 raise ValueError(
-                    f"{param_set.names[0]}: a parameter with values is required, got one on the meta device; after "
-                    "model.to_empty(device=...), which makes new parameters, compose an optimizer of the new "
-                    "parameters, or replace the old parameters by them in param_groups"
+                    f"{param_set.names[0]}: a parameter with values is required, got one on the meta device; call "
+                    "model.to_empty(device=...), which makes new parameters, and compose an optimizer of these, or put "
+                    "them into param_groups"
                 )
 
     @property

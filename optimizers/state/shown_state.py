@@ -236,7 +236,7 @@ def host_changes(
     for position, (name, parameter, wanted) in enumerate(rows):
         known, given = shown.tensors.get(parameter, {}), own_state(state[parameter])
         faults = [f"'{key}' is missing" for key in wanted if key not in given]
-        faults += [f"'{key}' is no slot of the recipe" for key in given if key not in wanted]
+        faults += [f"'{key}' is not a slot of the recipe" for key in given if key not in wanted]
         values, changed = dict[str, Tensor](), {*given} if reset[position] else set[str]()
         for key in [key for key in given if key in wanted]:
             value, target, same = given[key], wanted[key], given[key] is known.get(key)

@@ -480,18 +480,18 @@ def never(stacks: Sequence[StackState], recipe: Recipe) -> str | None:
     """Return why the stacks can never be captured, whatever their programs are; None if no reason is known."""
     device = stacks[0].stack.device.type
     if device not in CAPTURERS:
-        return f"there are no graphs of a device of type {device}"
+        return f"devices of type {device} have no graphs"
     if any(own.block_group is not None for own in stacks):
         return "blocks are sent between ranks"
     constrained = [dotted(path, "constraints") for path, own in recipe.rules().items() if own.constraints]
     if fields := [*["averaging"] * (recipe.averaging is not None), *constrained]:
         return (
-            f"{', '.join(fields)} may use numbers that the host computes anew in each step, and a graph would use "
-            f"those of one step in all steps; remove {', '.join(fields)}, or set `graph: false`"
+            f"{', '.join(fields)} may use numbers that Python computes in each step, and a graph would repeat the "
+            f"numbers of one step; remove {', '.join(fields)}, or set `graph: false`"
         )
     given = {name for own in stacks for name in (*own.signals, *own.totals)} - CAPTURED_SIGNALS
     if given:
-        return f"stages ask for signals that lie elsewhere in each step ({', '.join(sorted(given))})"
+        return f"stages request signals whose memory has another address in each step ({', '.join(sorted(given))})"
     return None
 
 

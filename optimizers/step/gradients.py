@@ -329,9 +329,9 @@ class FiniteCheck:
             first, gradient = faults[0]
             fault = _fault(gradient)
             warn_user(
-                f"gradients: usable values are required, got none in {STALLED} steps in a row ({self.names[first]}, "
-                f"among others, with {fault}); no parameter is updated any more. Set failure.nonfinite=raise to "
-                "stop at the first of these gradients"
+                f"gradients: usable values are required, got none in {STALLED} steps in a row, so no parameter was "
+                f"updated in these steps ({self.names[first]}, for example, has {fault}). Set failure.nonfinite=raise "
+                "to stop at the first such gradient"
             )
 
     def lost(self) -> bool:

@@ -150,7 +150,9 @@ class ParamSet:
                 self._begun[position] = self.step_counts[position] > 0
         for own in self._counts_failures:
             self._report_failed_roots(own, wait=True)
-        self.finite_check.raise_nonfinite(bad, "found one step later; the step did not change these parameters")
+        self.finite_check.raise_nonfinite(
+            bad, "these gradients were those of the previous step, which did not change these parameters"
+        )
 
     def finish_refreshes(self) -> None:
         """Wait for all delayed refreshes that are under way, and store their results in the state.

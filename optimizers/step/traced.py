@@ -421,7 +421,7 @@ class Program:
             compiled(self.samples())
         except Exception as error:
             path = dotted(self.source.path, "compile")
-            needs = "on a CPU it needs a C++ compiler"
+            needs = "on a CPU, install a C++ compiler, or remove compile"
             raise RuntimeError(f"{path}: Inductor could not compile the steps: {error}; {needs}") from error
         return compiled
 
@@ -570,7 +570,8 @@ def generate(graph: torch.fx.GraphModule, symbolic: bool) -> CompiledCode:
         return _without_guards(graph)
     except (ImportError, AttributeError, TypeError, AssertionError) as error:
         warn_user(
-            f"compile: with torch {torch.__version__} the program runs with guards, so steps take longer ({error!r})"
+            f"compile: steps take longer with torch {torch.__version__}, because torch checks the inputs of the "
+            f"compiled program in each step; a function that avoids these checks failed: {error!r}"
         )
         guarded = torch.compile(lambda *tensors: graph(*tensors), dynamic=symbolic, fullgraph=True)
         return lambda tensors: guarded(*tensors)

@@ -249,8 +249,7 @@ class EMA(Averaging):
     def _inner_has_no_mean(self) -> Self:
         if self.inner is not None and "mean" in self.inner.slots((1,), True):
             raise ValueError(
-                "inner: must be an averaging that keeps no mean, because means are not averaged again, got "
-                f"{self.inner!r}"
+                f"inner: must be an averaging that keeps no mean, got {self.inner!r}; a mean of means is not supported"
             )
         return self
 

@@ -94,7 +94,7 @@ def require_closure(closure: object, repeated_by: str | None, scaled: bool) -> N
     scaled: True if the gradients are those of a `GradScaler`.
     """
     if scaled and (closure is not None or repeated_by is not None):
-        found = "a closure" if repeated_by is None else f"`{repeated_by}`, which calls a closure again"
+        found = "a closure" if repeated_by is None else f"`{repeated_by}`, which calls a closure again,"
         raise RuntimeError(
             f"Optimizer.step: {found} cannot be combined with a GradScaler, which unscales and checks the gradients "
             "that exist before the call; train in bfloat16, which needs no scaler"

@@ -62,7 +62,7 @@ def _by_order(value: Any) -> ByOrder | Fraction | None:
     exponents = {}
     for key, item in value.items():
         if not str(key).isdigit() or int(key) < 1:
-            raise ValueError("keys must be orders of blocks (1, 2, ...)")
+            raise ValueError("keys must be orders of blocks (numbers of axes: 1, 2, ...)")
         several = isinstance(item, (list, tuple))
         if several and len(item) != int(key):
             raise ValueError(

@@ -260,19 +260,19 @@ class RMS(Stage):
     def _options_matter(self) -> Self:
         if self.beta == 1 and not self.damped:
             raise ValueError(
-                "damped: false cannot be combined with beta 1, by which squares have weight 1 anyway; remove damped"
+                "damped: false cannot be combined with beta 1, because squares then have weight 1 anyway; remove damped"
             )
         summed = "beta 1" if self.beta == 1 else "damped false" if not self.damped else None
         if summed and not self.bias_correction:
             raise ValueError(
-                f"bias_correction: false cannot be combined with {summed}, by which there is no bias to correct; "
+                f"bias_correction: false cannot be combined with {summed}, because there is no bias to correct then; "
                 "remove bias_correction"
             )
         uncorrected = summed or (None if self.bias_correction else "bias_correction false")
         if uncorrected and self.eps_on == "raw":
             raise ValueError(
-                f"eps_on: 'raw' cannot be combined with {uncorrected}, by which no bias is corrected; set eps_on to "
-                "'corrected'"
+                f"eps_on: 'raw' cannot be combined with {uncorrected}, because no bias is corrected then; set "
+                "eps_on to 'corrected'"
             )
         return self
 

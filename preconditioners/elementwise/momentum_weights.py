@@ -196,7 +196,9 @@ def _log_spaced(count: int, ages: tuple[float, float]) -> list[float]:
     """
     youngest, oldest = ages
     if count < 2 or not 0 < youngest < oldest:
-        raise ValueError(f"count of at least 2, and 0 < youngest age < oldest age are required, got {count} and {ages}")
+        raise ValueError(
+            f"at least 2 mean ages, in ascending order and above 0, are required, got {count} in the range {ages}"
+        )
     return [youngest * (oldest / youngest) ** (k / (count - 1)) for k in range(count)]
 
 

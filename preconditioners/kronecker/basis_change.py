@@ -331,7 +331,7 @@ def _unmet_condition(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_c
     slots = [slot for *_, slot in chain_slots(inner, (2, 2)) if slot.decay is not None]
     if (found := {slot.decay for slot in slots if slot.decay is not None}) != {decay}:
         got = ", ".join(f"{beta:g}" for beta in sorted(found))
-        none = "none (a running mean of squared gradients declares its decay by `Slot(decay=beta)`)"
+        none = "none (`Slot(decay=beta)` declares that a slot is a second moment)"
         return f"an inner chain whose second moments have the decay of the statistic, {decay:g}, got {got or none}"
     if statistic.needs_power is not None and any(slot.frame != "square" for slot in slots):
         return (

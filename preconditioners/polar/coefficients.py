@@ -92,7 +92,9 @@ def _schedule(value: Any) -> Any:
     rows = (rows,) if flat else rows
     if not rows or not all(isinstance(row, (list, tuple)) and len(row) == 3 for row in rows):
         names = ", ".join(get_args(CoefficientName))
-        raise ValueError(f"triples (a, b, c), one triple, or a name of {names} are required, got {value!r}")
+        raise ValueError(
+            f"a triple (a, b, c), a list of triples, or one of the names {names} is required, got {value!r}"
+        )
     return tuple(map(tuple, rows))
 
 
@@ -114,7 +116,8 @@ def require_used(coefficients: CoefficientName | tuple[Triple, ...], steps: int)
     if not isinstance(coefficients, str):
         if len(coefficients) > steps:
             raise ValueError(
-                f"coefficients: {steps} steps use at most {steps} triples, got {len(coefficients)}; raise `steps`"
+                f"coefficients: at most one triple for each of the {steps} steps is required, got "
+                f"{len(coefficients)}; raise `steps`"
             )
         return
     count = len(NAMED_COEFFICIENTS[coefficients])

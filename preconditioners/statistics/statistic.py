@@ -101,7 +101,7 @@ def _axes_by_order(value: Any) -> Any:
             f"required, got {value!r}"
         )
     if not all(str(key).isdigit() for key in value):
-        raise ValueError("keys must be orders of blocks (1, 2, ...)")
+        raise ValueError("keys must be orders of blocks (numbers of axes: 1, 2, ...)")
     return {int(key): tuple(axes) if isinstance(axes, (list, tuple)) else axes for key, axes in value.items()}
 
 
@@ -151,7 +151,7 @@ class Axes(Component):
         if isinstance(self.side, dict):
             for order, axes in self.side.items():
                 if any(axis >= order for axis in axes):
-                    raise ValueError(f"side: axes of blocks of order {order} must be below {order}, got {[*axes]}")
+                    raise ValueError(f"side: blocks of order {order} have only axes below {order}, got {[*axes]}")
             if 1 in self.side and not self.vectors:
                 raise ValueError(
                     "vectors: false cannot be combined with a `side` that has an entry for order 1; remove one of the "
@@ -283,17 +283,17 @@ class Statistic(Schedulable, ABC, family="statistic"):
         summed = "beta 1" if self.beta == 1 else "damped false" if not self.damped else None
         if self.beta == 1 and not self.damped:
             raise ValueError(
-                "damped: false cannot be combined with beta 1, by which contributions have weight 1 anyway; remove "
+                "damped: false cannot be combined with beta 1, because contributions then have weight 1 anyway; remove "
                 "damped"
             )
         if summed and not self.bias_correction:
             raise ValueError(
-                f"bias_correction: false cannot be combined with {summed}, by which there is no bias to correct; "
+                f"bias_correction: false cannot be combined with {summed}, because there is no bias to correct then; "
                 "remove bias_correction"
             )
         if summed and self.slow is not None:
             raise ValueError(
-                f"slow: a second mean cannot be combined with {summed}, by which factors are sums; remove slow"
+                f"slow: a second mean cannot be combined with {summed}, because factors are sums then; remove slow"
             )
         if self.slow is not None and self.slow.beta <= self.beta:
             raise ValueError(f"slow.beta: must be greater than beta, {self.beta}, got {self.slow.beta}")

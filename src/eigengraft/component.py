@@ -198,6 +198,8 @@ class Component(BaseModel, metaclass=ComponentType):
                 instead = f"`replace({name}=...)` returns a changed copy"
                 if name not in type(self).model_fields:
                     instead = f"a stage remembers tensors in slots: declare one in `slots` and set `state['{name}']`"
+                elif name == "kind":
+                    instead = "make a component of the other kind"
                 raise RecipeError(f"{type(self).__name__}.{name}: a component cannot be changed; {instead}")
             super().__setattr__(name, value)
 
@@ -252,7 +254,8 @@ class Component(BaseModel, metaclass=ComponentType):
                 )
             raise PydanticCustomError(
                 "missing_kind",
-                "{article} {family} is required: an instance, a mapping with 'kind'{hint}, or one of the kinds {kinds}",
+                "{article} {family} is required; give an instance, a mapping with 'kind'{hint}, or one of the kinds "
+                "{kinds}",
                 {
                     "article": "an" if str(cls.family_name)[0] in "aeiou" else "a",
                     "family": cls.family_name,
@@ -283,13 +286,17 @@ class Component(BaseModel, metaclass=ComponentType):
 
         For an unknown kind, raises an error that names the nearest kind or, if no kind is near, all kinds.
         """
-        found = cls.members.get(kind) if isinstance(kind, str) else None
+        kinds = ", ".join(sorted(cls.members))
+        if not isinstance(kind, str):
+            values = {"family": cls.family_name, "kind": repr(kind), "kinds": kinds}
+            raise PydanticCustomError(
+                "kind_type", "kind: the name of one {family} is required, got {kind}; the kinds are {kinds}", values
+            )
+        found = cls.members.get(kind)
         if found is None:
-            name = kind if isinstance(kind, str) else ""
-            others = sorted(str(other) for other, family in _FAMILIES.items() if name in family.members)
-            hint = f", which is a {' and a '.join(others)}" if others else "".join(own(name) for own in cls.kind_advice)
-            near = "" if hint else did_you_mean(name.lower(), cls.members, 0.5)
-            kinds = ", ".join(sorted(cls.members))
+            others = sorted(str(other) for other, family in _FAMILIES.items() if kind in family.members)
+            hint = f", which is a {' and a '.join(others)}" if others else "".join(own(kind) for own in cls.kind_advice)
+            near = "" if hint else did_you_mean(kind.lower(), cls.members, 0.5)
             advice = "" if hint else "; import a file that defines others first"
             hint = near or f"{hint} (the kinds are {kinds}{advice})"
             values = {"family": cls.family_name, "kind": repr(kind), "hint": hint}
@@ -525,7 +532,7 @@ def validated(cls: type[C], data: Any, where: str = "") -> C:
     try:
         return cls.model_validate(data)
     except ValidationError as error:
-        raise RecipeError("\n".join(fault_lines(error, data, where))) from None
+        raise RecipeError("\n".join(fault_lines(error, data, where, cls.family_name or "recipe"))) from None
 
 
 @dataclass(frozen=True)
@@ -613,7 +620,7 @@ def with_nearest(cls: type[Component], error: ValidationError) -> ValidationErro
     for fault in error.errors(include_url=False):
         kind, message = fault["type"], fault["msg"]
         if kind == "model_type" and not fault["loc"]:
-            kind, message = "fields_required", f"{_REQUIRED[kind]} (there are: {', '.join(_field_names(cls))})"
+            kind, message = "fields_required", f"{_REQUIRED[kind]}; the fields are {', '.join(_field_names(cls))}"
         if kind == "extra_forbidden" and len(fault["loc"]) == 1:
             kind, message = "unknown_field", f"unknown field{_advice(cls, str(fault['loc'][0]))}"
         details.append({"type": PydanticCustomError(kind, message), "loc": fault["loc"], "input": fault["input"]})
@@ -629,7 +636,8 @@ def _advice(cls: type[Component], name: str) -> str:
     if where := cls.elsewhere.get("." if "." in name else name):
         return f"; {where}"
     meant = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else _inside(cls, name)
-    return did_you_mean(name.lower(), known, first=meant) or f" (there are: {', '.join(known)})"
+    near = did_you_mean(name.lower(), known, first=meant).removeprefix(", ")
+    return f"; {near or 'the fields are ' + ', '.join(known)}"
 
 
 def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
@@ -640,13 +648,16 @@ def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
             yield from [f"{field}.{name}"] if name in own.model_fields else (f"{field}.{p}" for p in _inside(own, name))
 
 
-def fault_lines(error: ValidationError, data: Any, where: str) -> list[str]:
-    """Return one line for each fault of `data`. Paths begin with `where` and call stages by their names."""
+def fault_lines(error: ValidationError, data: Any, where: str, whole: str = "recipe") -> list[str]:
+    """Return one line for each fault of `data`. Paths begin with `where` and call stages by their names.
+
+    whole: word for `data` in a fault that has no path.
+    """
     faults = error.errors()
     # pydantic drops wrong items of a tuple, and may then also report the tuple as too short. This fault is left out.
     inside = {fault["loc"][:depth] for fault in faults for depth in range(len(fault["loc"]))}
     faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
-    return list(dict.fromkeys(_fault(detail, data, where) for detail in faults))
+    return list(dict.fromkeys(_fault(detail, data, where, whole) for detail in faults))
 
 
 _REQUIRED = {
@@ -659,7 +670,7 @@ _REQUIRED = {
 types."""
 
 
-def _fault(detail: Any, data: Any, where: str) -> str:
+def _fault(detail: Any, data: Any, where: str, whole: str) -> str:
     names, message = list(_names(detail["loc"], data)), detail["msg"].removeprefix("Value error, ")
     place = detail["loc"][-1] if detail["type"] == "missing_kind" and detail["loc"] else None
     if isinstance(place, int) and names[-1:] == [str(place)]:  # paths name a stage by its kind, which is missing here
@@ -670,24 +681,46 @@ def _fault(detail: Any, data: Any, where: str) -> str:
     if detail["type"] in _REQUIRED:
         message = _REQUIRED[detail["type"]]
         if detail["type"] == "tuple_type" and isinstance(got, (int, float, str)):
-            message += f", such as [{short(got)}]"
-    field, whole = message.partition(": ")[0], isinstance(got, Mapping)
-    if whole and field in got:
-        got, whole = got[field], False
-    # no ', got VALUE' after a message that has the value already, or if the value is a whole component
-    said = _names_field(message) and (whole or short(got).lower() in message.lower())
-    said = said or ", got " in message
-    return located(path, f"{message[:1].lower()}{message[1:]}") + ("" if said else f", got {short(got)}")
+            message += f", got {short(got)}; write a list, such as [{short(got)}]"
+    field, component = message.partition(": ")[0], isinstance(got, Mapping)
+    if component and field in got:
+        got, component = got[field], False
+    message = f"{message[:1].lower()}{message[1:]}"
+    if not _has_value(message, got, component):
+        at = _end_of_fault(message)
+        message = f"{message[:at]}, got {short(got)}{message[at:]}"
+    return located(path, message, whole)
 
 
-def located(path: str, message: str) -> str:
-    """Return a message with a path in front.
+def _has_value(message: str, got: Any, component: bool) -> bool:
+    """Return True if a message has the refused value already, or needs none.
+
+    component: True if the value is a mapping of all fields of a component.
+    """
+    if ", got " in message or isinstance(got, type):
+        return True
+    if isinstance(got, (Mapping, list, tuple)) and re.search(r"cannot be combined|^(\S+: )?unknown (?!field)", message):
+        return True
+    named = _names_field(message) and (component or short(got).lower() in message.lower())
+    return named or (isinstance(got, str) and repr(got) in message)
+
+
+def _end_of_fault(message: str) -> int:
+    """Return the index at which the fault ends and the remedy begins: that of the first "; " or question outside of
+    parentheses. A message without a remedy ends with the fault.
+    """
+    found = re.compile(r"\([^()]*\)|(; |, did you mean )").finditer(message)
+    return next((match.start() for match in found if match[1]), len(message))
+
+
+def located(path: str, message: str, whole: str = "recipe") -> str:
+    """Return a message with a path in front, or with `whole` if there is no path.
 
     If the message begins with a field, as in `beta: ...`, the field becomes the last part of the path.
     """
     if _names_field(message):
         return message if path == message.partition(": ")[0] or not path else f"{path}.{message}"
-    return f"{path or 'recipe'}: {message}"
+    return f"{path or whole}: {message}"
 
 
 def _names_field(message: str) -> bool:

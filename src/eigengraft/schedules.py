@@ -187,7 +187,7 @@ class Schedulable(Component):
         try:
             schedule = read_schedule(given)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}, got {given}") from None
+            raise ValueError(f"{name}: {error}" + ("" if ", got " in str(error) else f", got {given}")) from None
         if schedule is None and isinstance(given, Mapping):
             raise ValueError(f"{name}: a number, or a schedule with from, to and steps, is required, got {given}")
         if schedule and name in cls.constants:

@@ -199,7 +199,7 @@ def require_signals(stages: Iterable[tuple[str, Asks]], constraints: Sequence[tu
         for name in sorted(requested(stage) - known.keys()):
             hint = did_you_mean(name, known)
             raise ValueError(
-                f"{path}: requires the unknown signal '{name}' (there are: {', '.join(sorted(known))}){hint}"
+                f"{path}: requires the unknown signal '{name}' (the signals are {', '.join(sorted(known))}){hint}"
             )
 
 

@@ -71,6 +71,9 @@ def test_components_are_frozen() -> None:
         stage.beta = 0.5  # type: ignore[misc]
     with refused(RecipeError, "RMS.last", "slots", "state['last']"):
         stage.last = 0.5  # type: ignore[attr-defined]
+    with refused(RecipeError, "RMS.kind") as caught:  # replace() keeps the class, so it cannot change the kind
+        stage.kind = "sign"  # type: ignore[assignment, misc]
+    assert "replace" not in str(caught.value)
     assert stage == RMS()
 
 
@@ -158,11 +161,32 @@ def test_a_chain_takes_a_list_a_tuple_or_one_stage() -> None:
         ({"inner": ["rms", "rms"]}, ("inner", "rms", "name")),
         ({"inner": "shampoo"}, ("inner.shampoo",)),
         ({}, ("inner",)),
+        ({"inner": {"kind": ["momentum", "rms"]}}, ("inner.kind", "['momentum', 'rms']")),
     ],
 )
 def test_errors_name_the_stage_and_the_remedy(data: dict[str, object], says: tuple[object, ...]) -> None:
     with refused(RecipeError, *says):
         validated(Eigenbasis, data)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"inner": "rms", "refresh": 10}, "got 10; give"),
+        ({"inner": {"kind": "rms", "betta": 0.9}}, "got 0.9; did you mean 'beta'?"),
+        ({"inner": {"kind": "zzzzzz"}}, "'zzzzzz' (the kinds are"),
+    ],
+)
+def test_the_value_stands_before_the_remedy(data: dict[str, object], says: str) -> None:
+    with refused(RecipeError) as caught:
+        validated(Eigenbasis, data)
+    assert says in str(caught.value)
+    assert str(caught.value).count("got ") == says.count("got ")
+
+
+def test_a_fault_without_a_path_names_the_family() -> None:
+    with refused(RecipeError, "stage: the class RMS is given"):
+        validated(Stage, RMS)
 
 
 def test_every_fault_gets_a_line_and_a_prefix() -> None:

@@ -606,8 +606,8 @@ def _factors(model: nn.Module) -> dict[int, Factor]:
                 raise ValueError(f"{where}: must return pairs of two names of parameters, got {pair!r}")
             if unknown := [name for name, x in zip(pair, given, strict=True) if not isinstance(x, nn.Parameter)]:
                 raise ValueError(
-                    f"{where}: {unknown[0]!r} in the pair {pair!r} is no parameter of the module; return names of its "
-                    "parameters"
+                    f"{where}: {unknown[0]!r} in the pair {pair!r} is not a parameter of the module; return names "
+                    "of its parameters"
                 )
             inputs, outputs = map(id, given)
             found[inputs], found[outputs] = Factor("inputs", names[outputs]), Factor("outputs", names[inputs])

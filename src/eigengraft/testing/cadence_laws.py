@@ -77,7 +77,7 @@ def due_again_returns_a_bool_for_each_block(case: CadenceCase) -> None:
             got = f"{type(found).__name__}"
             if isinstance(found, (np.ndarray, Tensor)):
                 got += f" of {found.dtype} and shape {list(found.shape)}"
-            cause = "`context.steps` is the array on the host; `context.step` is a tensor on the device"
+            cause = "compute with `context.steps`, a NumPy array; `context.step` is a tensor"
             wanted = f"a NumPy array of bools of shape [N] with N = {count}, or one bool"
             require(fine, f"due_again() at step {step}", wanted, got, in_parentheses(cause))
 
@@ -87,7 +87,7 @@ def the_first_refresh_is_at_first_due(case: CadenceCase) -> None:
     for earliest in (0, 1):
         start: object = case.component.first_due(earliest)
         fine = isinstance(start, int) and start >= earliest
-        require(fine, f"first_due({earliest})", f"a step from {earliest} on", f"{start!r}")
+        require(fine, f"first_due({earliest})", f"a step of at least {earliest}", f"{start!r}")
 
 
 def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
@@ -133,7 +133,7 @@ def a_block_is_due_by_its_own_step_phase_and_seed_alone(case: CadenceCase) -> No
     count = len(_PHASES)
     for step in range(1, case.last + 1):
         again = case.due([step] * count, 1)
-        require(again == together[step], f"due() at step {step}, requested twice", "the same blocks", "others")
+        require(again == together[step], f"due() at step {step}, requested twice", "the same blocks", "other blocks")
     for offset in range(case.last - count):
         steps = [1 + offset + (3 * row) % count for row in range(count)]
         alone = {row: together[steps[row]][row] for row in range(count) if row in together[steps[row]]}
@@ -144,8 +144,10 @@ def a_block_is_due_by_its_own_step_phase_and_seed_alone(case: CadenceCase) -> No
         require(found == alone, what, wanted, sorted(found), cause)
         part = case.due(steps, 1, slice(3, 6))
         rows = [row - 3 for row in alone if 3 <= row < 6]
-        what = f"blocks that are due at the steps {steps[3:6]} if rows 3 to 5 are a stack of their own"
-        cause = in_parentheses("does due_again() use the place of a block, or the number of its parameter?")
+        what = f"blocks that are due at the steps {steps[3:6]} in a stack of blocks 3 to 5 alone"
+        cause = in_parentheses(
+            "does due_again() depend on the place of a block in the stack, or on the number of its parameter?"
+        )
         require(sorted(part) == rows, what, f"{rows}", sorted(part), cause)
 
 

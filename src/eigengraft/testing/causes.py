@@ -28,17 +28,18 @@ WATCHED_BLOCKS = 11
 this length is the stack axis."""
 _ALONG = {"cumsum", "cumprod", "logcumsumexp", "cummax", "_softmax", "_log_softmax", "sort", "flip", "roll"}
 """Operations that keep the shape and mix entries along axes. The axes are their last arguments."""
+_BY_ENTRY = "`eigengraft.noise.words`, with seeds made of each entry's value; the constraint `rounding` is an example"
 RANDOM_NUMBERS: Mapping[str, str] = {
     "stage": "`eigengraft.noise.normal(context.seed, context.step, shape, dtype)`",
     "statistic": "`eigengraft.noise.normal(context.seed, context.step, shape, dtype)`",
-    "cadence": "`eigengraft.noise.uniform` of `context.seeds` and `context.steps`",
+    "cadence": "`eigengraft.noise.uniform`, called with `context.seeds` and `context.steps` as tensors",
     "quantizer": "the function `uniform` that encode() receives",
     "task": "`eigengraft.experiments.tasks.generator(seed, step)`, or for weights from torch's generator in build()",
-    "root_solver": "a `torch.Generator` that every call makes anew from one seed",
-    "basis_solver": "a `torch.Generator` that every call makes anew from one seed",
-    "polar_solver": "a `torch.Generator` that every call makes anew from one seed",
-    "averaging": "`eigengraft.noise.words`, called with the bits of each entry and its step, as `rounding` does",
-    "constraint": "`eigengraft.noise.words`, called with each entry's bits and a step in a slot, as `rounding` does",
+    "root_solver": "a new `torch.Generator` with the same seed in every call",
+    "basis_solver": "a new `torch.Generator` with the same seed in every call",
+    "polar_solver": "a new `torch.Generator` with the same seed in every call",
+    "averaging": _BY_ENTRY,
+    "constraint": _BY_ENTRY,
 }
 """Text for errors: where members of a family must get random numbers from, by family."""
 
@@ -148,7 +149,9 @@ def global_draw(component: Component, generator: str, run: Callable[[], object])
         found = _watched(OperationWatch(component), run).global_draws
     remedy = RANDOM_NUMBERS.get(str(component.family_name))
     where = f" ({found[0]})" if found else ""
-    advice = f"draw from {remedy}" if remedy else "its results must follow from its fields and arguments alone"
+    advice = (
+        f"get random numbers from {remedy}" if remedy else "its results must follow from its fields and arguments alone"
+    )
     return f"{generator} is used{where}, whose state is not in checkpoints and differs between ranks; {advice}"
 
 
@@ -160,7 +163,7 @@ def stack_cause(component: Component, run: Callable[[], object]) -> str:
     watch = _watched(OperationWatch(component, WATCHED_BLOCKS), run)
     if watch.draws:
         remedy = RANDOM_NUMBERS.get(str(component.family_name), "numbers that follow from the block alone")
-        return f" ({watch.draws[0]} draws numbers by the place in the stack; draw from {remedy})"
+        return f" ({watch.draws[0]} draws numbers by the place of a block in the stack; get them from {remedy})"
     if watch.mixes:
         return f" ({watch.mixes[0]} mixes the blocks along axis 0, the stack; compute over the other axes)"
     if watch.places:
@@ -174,7 +177,7 @@ def write_cause(component: Component, inputs: Mapping[str, Tensor], run: Callabl
     run: function that runs the component on the inputs.
     """
     watch = _watched(OperationWatch(component, inputs=inputs), run)
-    return f" ({watch.writes[0]}; make a new tensor)" if watch.writes else ""
+    return f" (changed in place by {watch.writes[0]})" if watch.writes else ""
 
 
 def _watched(watch: OperationWatch, run: Callable[[], object]) -> OperationWatch:

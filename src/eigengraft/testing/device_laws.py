@@ -21,8 +21,8 @@ def require_no_waits(counts: DeviceCounts, when: str, remedy: str = "") -> None:
     remedy: advice at the end of the error.
     """
     found = [x for x in counts.by_line("waits", "uploads") if x.split()[-1] not in DECOMPOSITIONS]
-    expected = "a host that neither waits for the device nor copies to it"
-    require(not found, when, expected, f"waits or copies at {', '.join(found)}", in_parentheses(remedy))
+    expected = "no operation for which the CPU waits for the device or copies numbers to it"
+    require(not found, when, expected, ", ".join(found), in_parentheses(remedy))
 
 
 def without_accelerator(case: object) -> str | None:

@@ -199,7 +199,7 @@ def require_close(
     if by_step:
         first = next(step for step, own in enumerate(errors, start=1) if not float(own.max()) <= tolerance)
         got = f"{got}, first at step {first} of {len(errors)}"
-    raise broken(what, f"a difference of at most {tolerance:g} of the largest entry", got, cause())
+    raise broken(what, f"a relative difference of at most {tolerance:g}", got, cause())
 
 
 def the_declaration_survives(case: Case[Any]) -> None:

@@ -94,11 +94,11 @@ def nothing_given_is_written_to(case: QuantizerCase) -> None:
     parts = case.component.encode(x, before, _nearly_one)
     if not torch.equal(x, copy):
         cause = write_cause(case.component, {"x": x}, lambda: case.component.encode(x, before, _nearly_one))
-        raise broken("the input x after encode()", "the same bits as before", "others", cause)
-    require(_same(before, old), "the parts `before` after encode()", "the same bits as before", "others")
+        raise broken("the input x after encode()", "no change", "other numbers", cause)
+    require(_same(before, old), "the parts `before` after encode()", "no change", "other numbers")
     new = _copies(parts)
     case.component.decode(parts, slot, _FLOAT32)
-    require(_same(parts, new), "the parts after decode()", "the same bits as before", "others")
+    require(_same(parts, new), "the parts after decode()", "no change", "other numbers")
 
 
 def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
@@ -106,8 +106,8 @@ def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
     _, x = case.example()
     strided = torch.stack((x, -x), -1)[..., 0]
     one, two, three = case.component.encode(x), case.component.encode(x.clone()), case.component.encode(strided)
-    require(_same(one, two), "parts of the same numbers", "the same bits", "others")
-    require(_same(one, three), "parts of the same numbers with other strides", "the same bits", "others")
+    require(_same(one, two), "parts of the same numbers", "the same bits", "other bits")
+    require(_same(one, three), "parts of the same numbers with other strides", "the same bits", "other bits")
 
 
 def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
@@ -162,7 +162,7 @@ def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
                     case.component.decode(case.component.encode(y, before), slot, _FLOAT32) for y in (x, bad)
                 )
                 same = torch.equal(good[[0, 2, 3]], spoiled[[0, 2, 3]])
-                require(same, f"blocks beside one with {value}", "the same bits as without it", "others")
+                require(same, f"blocks beside one with {value}", "the same bits as without it", "other bits")
                 kept = torch.zeros_like(x) if before is None else case.component.decode(before, slot, _FLOAT32)
                 seen = not bool(spoiled[1].isfinite().all()) or torch.equal(spoiled[1], kept[1])
                 what = f"decode(encode(x)) for a block x with {value}"
@@ -171,8 +171,8 @@ def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
 
 
 _KEEPS_NAN = in_parentheses(
-    "encode() loses it, as a cast to integers and nan_to_num() do; store a scale that is not finite either, such as "
-    "x.abs().amax(), by which decode() multiplies"
+    "encode() loses nan and inf, as a cast to integers or nan_to_num() does; let decode() multiply by a stored scale "
+    "that is then not finite, such as x.abs().amax()"
 )
 
 
@@ -196,7 +196,7 @@ def numbers_come_back_nearly(case: QuantizerCase) -> None:
         "the relative error of a decoded block that is coded again",
         f"at most 3/4 of the first error, {float(0.75 * first[worst]):.2g}",
         f"{float(second[worst]):.2g}",
-        in_parentheses("decode() multiplies by another scale than that by which encode() divides"),
+        in_parentheses("does decode() multiply by the number by which encode() divides?"),
     )
 
 

@@ -52,7 +52,7 @@ class ViewCase(Case[View]):
                 except ValueError as error:
                     refused = str(error)
                 except Exception as error:
-                    error.add_note(f"in of({shape}); a parameter that does not fit is refused by ValueError")
+                    error.add_note(f"in of({shape}); raise ValueError for a parameter that does not fit")
                     raise
         if not found:
             cause = in_parentheses(f"the last: {refused}; give shapes that the view accepts as `shapes`")
@@ -88,7 +88,7 @@ def a_choice_follows_from_shape_and_facts_alone(case: ViewCase) -> None:
     All ranks then choose the same matrices, no matter when a parameter is added to an optimizer.
     """
     same = case.accepted() == case.accepted()
-    require(same, "of() for equal arguments", "equal choices", "others")
+    require(same, "of() for equal arguments", "equal choices", "different ones")
 
 
 VIEW_LAWS: tuple[Law[ViewCase], ...] = (
@@ -136,7 +136,7 @@ def factors_follow_from_the_fraction_alone(case: ScheduleCase) -> None:
     once = [case.component.factor(step, case.steps) for step in steps]
     again = [case.component.factor(step, case.steps) for step in reversed(steps)][::-1]
     different = next((step for step in steps if once[step] != again[step]), None)
-    cause = in_parentheses("is there a count of calls?")
+    cause = in_parentheses("does it count its calls?")
     require(different is None, f"decay() at step {different}, requested twice", "the same factor", "another", cause)
 
 
@@ -170,7 +170,8 @@ def a_learning_rate_on_the_device_is_not_read(case: Case[WeightDecay]) -> None:
             given = torch.tensor(lr, dtype=torch.float64).to(run.device)
             with accelerator("cuda") as counts:
                 found = case.component.alpha(0.1, given, _PEAK)
-            require_no_waits(counts, "alpha()", "lr may be a tensor on the device, and alpha a tensor then")
+            remedy = "`lr` may be a tensor on the device: return a tensor then, and use neither float() nor `if`"
+            require_no_waits(counts, "alpha()", remedy)
             value = float(found.cpu()) if isinstance(found, Tensor) else found
             wanted = float(case.component.alpha(0.1, lr, _PEAK))
             fine = math.isclose(value, wanted, rel_tol=1e-6)

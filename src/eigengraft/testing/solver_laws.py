@@ -68,10 +68,10 @@ def solve(solver: AnySolver, a: Tensor) -> Tensor:
         value, ok = solver.root(a, usual_exponent(solver))[:2]
     else:
         q, _, ok = solver.basis(a, cold(solver, a), True)
-        require(ok.all(), "ok of the bases of definite matrices", "True for all", ok.tolist())
+        require(ok.all(), "`ok` for definite matrices", "True for all", ok.tolist())
         value, _, ok = solver.basis(a + a.flip(-2, -1), q, False)
     fine = ok.shape == a.shape[:1] and ok.dtype == torch.bool and bool(ok.all())
-    require(fine, "ok of definite matrices", "one bool for each matrix, all of them True", ok)
+    require(fine, "`ok` for definite matrices", "one bool for each matrix, all of them True", ok)
     return value
 
 
@@ -135,7 +135,7 @@ def arguments_are_not_written_to(case: SolverCase[AnySolver]) -> None:
     for name, tensor in given.items():
         if not torch.equal(tensor, before[name]):
             cause = write_cause(case.component, given, run)
-            raise broken(f"{name} after the solver", "the same bits as before", "others", cause)
+            raise broken(f"{name} after the solver", "no change", "other numbers", cause)
 
 
 def results_keep_dtype_and_device(case: SolverCase[AnySolver]) -> None:
@@ -177,13 +177,13 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase[AnySolve
         ours, marked = solved(spoiled)
     except Exception as error:
         remedy = (
-            "replace such matrices before the decomposition, as by torch.where(finite_blocks(a)[:, None, None], a, "
-            "identity_like(a)) of eigengraft.numerics"
+            "replace such matrices before the decomposition: torch.where(finite_blocks(a)[:, None, None], a, "
+            "identity_like(a)), with functions of eigengraft.numerics"
         )
         got = f"{type(error).__name__}: {error}"
         raise broken("a matrix with nan", "False in `ok`, and no exception", got, in_parentheses(remedy)) from error
     ok = marked.tolist()
-    require(ok == [True, False, True], "ok of a stack with nan in matrix 1", "[True, False, True]", ok)
+    require(ok == [True, False, True], "`ok` for a stack with nan in matrix 1", "[True, False, True]", ok)
     require_close(ours[[0, 2]], theirs[[0, 2]], ROUNDING, "results beside a matrix with nan and without it")
 
 
@@ -244,7 +244,7 @@ def bases_converge_to_the_eigenvectors(case: SolverCase[BasisSolver]) -> None:
     q = cold(solver, a)
     for refresh in range(200):
         q, _, ok = solver.basis(a, q, refresh == 0)
-        require(ok.all(), f"ok at refresh {refresh}", "True", ok.tolist())
+        require(ok.all(), f"`ok` at refresh {refresh}", "True", ok.tolist())
     b = q.mT @ a @ q
     diagonal = b.diagonal(dim1=1, dim2=2)
     error = float((b - torch.diag_embed(diagonal)).abs().max()) / float(b.abs().max())
@@ -295,7 +295,7 @@ def a_root_undoes_its_matrix(case: SolverCase[RootSolver]) -> None:
         power = (q * values.pow(float(exponent)).unsqueeze(1)) @ q.mT
         root, ok = solver.root(a, exponent)[:2]
         error, bound = float((root @ power - torch.eye(6)).abs().max()), max(1e-2, 60 * getattr(solver, "eps", 0.0))
-        require(ok.all(), f"ok of definite matrices to the power -{exponent}", "True for all", ok.tolist())
+        require(ok.all(), f"`ok` for definite matrices to the power -{exponent}", "True for all", ok.tolist())
         what = f"the largest entry of A^-e A^e - I for e = {exponent}"
         require(error <= bound, what, f"at most {bound:g}", f"{error:.2g}")
 
@@ -329,7 +329,7 @@ def roots_of_diagonals_are_elementwise(case: SolverCase[RootSolver]) -> None:
     require(error <= bound, f"the relative error of a^-{exponent}", f"at most {bound:g}", f"{error:.2g}")
     spoiled = solver.diagonal_root(torch.cat([a, torch.full((1, 3), torch.nan, dtype=torch.float64)]), exponent)
     same = spoiled.ok.tolist() == [True, True, False] and torch.equal(spoiled.value[:2], root.value)
-    require(same, "ok of a stack with nan in row 2", "[True, True, False]", spoiled.ok.tolist())
+    require(same, "`ok` for a stack with nan in matrix 2", "[True, True, False]", spoiled.ok.tolist())
 
 
 ROOT_LAWS: tuple[Law[SolverCase[Any]], ...] = (
@@ -405,7 +405,7 @@ def each_matrix_has_one_bound_and_is_not_written_to(case: BoundCase) -> None:
         require(fine, "of_scaled() of 4 matrices", f"{dtype} of shape [4]", got)
         if not torch.equal(a, before):
             cause = write_cause(case.component, {"the matrix": a}, partial(case.component.of_scaled, a))
-            raise broken("the matrix after of_scaled()", "the same bits as before", "others", cause)
+            raise broken("the matrix after of_scaled()", "no change", "other numbers", cause)
 
 
 def bounds_of_a_stack_are_those_of_its_matrices(case: BoundCase) -> None:
@@ -414,7 +414,7 @@ def bounds_of_a_stack_are_those_of_its_matrices(case: BoundCase) -> None:
     together = case.component.upper(a)
     for i in range(len(a)):
         cause = partial(stack_cause, case.component, partial(case.component.upper, many))
-        what = f"the bounds of matrix {i} alone and in a stack of 4"
+        what = f"the bounds of matrix {i}, computed alone and in a stack of 4"
         require_close(case.component.upper(a[i : i + 1]), together[i : i + 1], 1e-6, what, cause)
 
 

@@ -67,7 +67,9 @@ def a_stack_is_its_blocks(case: StageCase) -> None:
             for i in (0, 2):
                 alone = stack.renewed([i]).run(given[:, i : i + 1])[:, 0]
                 cause = partial(_stack_cause, case, block)
-                require_close(alone, stacked[:, i], 1e-10, f"block {i} alone and in a stack of 3", cause, True)
+                require_close(
+                    alone, stacked[:, i], 1e-10, f"directions of block {i} alone and in a stack of 3", cause, True
+                )
 
 
 def _stack_cause(case: StageCase, block: tuple[int, ...]) -> str:
@@ -94,8 +96,8 @@ def blocks_without_a_gradient_wait(case: StageCase) -> None:
 
 
 _DROPPED = (
-    "the gradient of one block is nan: its result is dropped, and nothing may raise; torch.linalg raises for nan, so "
-    "pass it `x.nan_to_num(0, 0, 0)`"
+    "the gradient of one block is nan: the result for this block is not used, but no exception may be raised; "
+    "torch.linalg raises one for nan, so pass it `x.nan_to_num(0, 0, 0)`"
 )
 
 
@@ -119,7 +121,7 @@ def masked_rows_change_nothing(case: StageCase) -> None:
                     require_close(ours, expected[t][mask], 1e-10, what, cause)
                 for key, tensor in stack.tensors.items():
                     same = torch.equal(tensor[1], before[key][1])
-                    require(same, f"{key} of a block whose gradient is nan", "the same bits as before", "others")
+                    require(same, f"{key} of a block whose gradient is nan", "no change", "other numbers")
 
 
 def inputs_are_never_written_to(case: StageCase) -> None:
@@ -133,7 +135,7 @@ def inputs_are_never_written_to(case: StageCase) -> None:
                 stack.step(gradient, direction if t % 2 else gradient)
                 for name, tensor in (("gradient", gradient), ("direction", direction)):
                     same = torch.equal(tensor, copies[name])
-                    require(same, f"the {name} after step {t + 1}", "the same bits as before", "others")
+                    require(same, f"the {name} after step {t + 1}", "no change", "other numbers")
 
 
 def numbers_stay_finite(case: StageCase) -> None:
@@ -207,7 +209,7 @@ def traits_follow_from_no_shape(case: StageCase) -> None:
         with on(block):
             for fact in ("signals", "lagged", "entrywise", "matrices", "sums", "learns"):
                 known, own = (getattr(case.component.cached_traits(some), fact) for some in ((), block))
-                require(known == own, f"traits(()).{fact}", f"{own!r}, as of every block", f"{known!r}")
+                require(known == own, f"traits(()).{fact}", f"{own!r}, as for this shape", f"{known!r}")
 
 
 def entries_are_updated_alone(case: StageCase) -> None:
@@ -230,7 +232,7 @@ def entries_are_updated_alone(case: StageCase) -> None:
                 changed = given.flatten(2).clone()
                 changed[..., replaced] = 100 * standard_normal(*changed[..., replaced].shape, seed=len(order))
                 found = case.bench(block).run(changed.reshape(given.shape)).flatten(2)[..., kept]
-                what = "directions of half of the entries after and before the gradients of all others were replaced"
+                what = "directions of half of the entries, with other and with the original gradients of the other half"
                 require_close(found, straight.flatten(2)[..., kept], 1e-10, what, lambda: _MIXED, by_step=True)
 
 
@@ -315,8 +317,10 @@ def a_copy_of_the_state_resumes_exactly(case: StageCase) -> None:
         with on(block):
             given, twin, (expected, _) = case.gradients(block), case.halfway(block), case.trajectory(block)
             same = torch.equal(twin.run(given[case.steps // 2 :]), expected[case.steps // 2 :])
-            cause = in_parentheses("is there memory beside the slots?")
-            require(same, "directions from a copy of the state", "the same bits", "others", cause)
+            cause = in_parentheses("does the stage remember anything outside its slots?")
+            require(
+                same, "directions of a run that goes on from a copy of the slots", "the same bits", "other bits", cause
+            )
 
 
 def dtype_and_device_are_kept(case: StageCase) -> None:
@@ -343,7 +347,9 @@ def storage_makes_no_difference(case: StageCase) -> None:
             coder = StageBench(case.component, block, 3, torch.float32, Float32(min_elements=1))
             coded = coder.run(case.gradients(block, dtype=torch.float32))
             same = torch.equal(case.trajectory(block, torch.float32)[0], coded)
-            require(same, "directions from encoded state", "the same bits as from state that is not encoded", "others")
+            require(
+                same, "directions from encoded state", "the same bits as from state that is not encoded", "other bits"
+            )
 
 
 def state_is_reported_to_the_byte(case: StageCase) -> None:
@@ -379,8 +385,9 @@ def a_checkpoint_resumes_exactly(case: StageCase) -> None:
             _train(optimizer, parameters, given[case.steps // 2 :])
             _train(resumed, copies, given[case.steps // 2 :])
             same = all(torch.equal(a, b) for a, b in zip(parameters, copies, strict=True))
-            cause = in_parentheses("is there memory beside the slots?")
-            require(same, "parameters after a resume", "the same bits", "others", cause)
+            cause = in_parentheses("does the stage remember anything outside its slots?")
+            what = "parameters of a run that goes on from its state_dict"
+            require(same, what, "the same bits", "other bits", cause)
 
 
 def measures_are_of_each_block_alone(case: StageCase) -> None:
@@ -404,7 +411,7 @@ def measures_are_of_each_block_alone(case: StageCase) -> None:
                     where = f"measures() '{name}' of block {i} in a stack"
                     require(close, where, f"{values[0]}, as of the block alone", together[name][i])
             same = all(torch.equal(before[key], tensor) for key, tensor in stack.tensors.items())
-            require(same, "the state after measures()", "the same bits as before", "others")
+            require(same, "the state after measures()", "no change", "other numbers")
 
 
 def needs_a_pair(case: object) -> str | None:
@@ -459,7 +466,7 @@ def a_steady_step_stays_on_the_device(case: StageCase) -> None:
             if number > WARM_UP_STEPS and not any((*context.due.values(), *context.asked.values())):
                 remedy = (
                     "`context.step`, `context.seed` and `context.tensor(...)` are on the device; in place of `if`, use "
-                    "torch.where, or `context.per_block` and `context.holds` for conditions on steps"
+                    "torch.where or, for conditions on steps, `context.per_block` and `context.holds`"
                 )
                 require_no_waits(counts, f"step {number}, without a refresh", remedy)
 

@@ -147,7 +147,7 @@ def contributions_have_their_shape(case: StatisticCase) -> None:
 
 
 def _require_shape(found: object, axis: int, d: int, given: Tensor) -> None:
-    n, where = len(given), f"contribution() to axis {axis}, of length {d}"
+    n, where = len(given), f"contribution() for axis {axis}"
     if not isinstance(found, Contribution):
         raise broken(where, "a Contribution", type(found).__name__, in_parentheses("return Contribution(y)"))
     y, z, scale = found
@@ -159,7 +159,7 @@ def _require_shape(found: object, axis: int, d: int, given: Tensor) -> None:
     for name, x in (("y", y), ("z", z), ("scale", scale)):
         if isinstance(x, Tensor):
             want, got = f"{given.dtype} on {given.device}", f"{x.dtype} on {x.device}"
-            require(want == got, f"{where}, {name}", f"{want}, as the gradient", got)
+            require(want == got, f"{where}, {name}", f"{want}, as for the gradient", got)
     fine = isinstance(scale, (int, float)) or tuple(scale.shape) == (n,)
     got = f"shape {list(scale.shape)}" if isinstance(scale, Tensor) else ""
     require(fine, f"{where}, scale", f"a number, or a tensor of shape [N] with N = {n}", got)
@@ -173,7 +173,7 @@ def the_gradient_is_not_written_to(case: StatisticCase) -> None:
         bench.observe(given)
         if not torch.equal(given, before):
             cause = write_cause(case.component, {"the gradient": given}, partial(bench.observe, given))
-            raise broken("the gradient after contribution()", "the same bits as before", "others", cause)
+            raise broken("the gradient after contribution()", "no change", "other numbers", cause)
 
 
 def factors_of_a_stack_are_those_of_its_blocks(case: StatisticCase) -> None:
@@ -191,7 +191,7 @@ def factors_of_a_stack_are_those_of_its_blocks(case: StatisticCase) -> None:
             alone = FactorBench(case.component, block, 1, first=row).observe(given[:, row : row + 1]).estimates()
             for axis, factor in alone.items():
                 with on(block):
-                    what = f"the factor of axis {axis} of block {row} alone and in a stack of 3"
+                    what = f"the factor of axis {axis}, for block {row} alone and in a stack of 3"
                     require_close(factor, together[axis][row : row + 1], 1e-10, what, cause)
 
 
@@ -258,8 +258,8 @@ def factors_are_all_the_memory(case: StatisticCase) -> None:
         one, two = (FactorBench(case.component, block).observe(case.given(block)).estimates() for _ in range(2))
         with on(block):
             same = all(torch.equal(one[axis], two[axis]) for axis in one)
-            cause = in_parentheses("is there memory beside the factors?")
-            require(same, "factors of the same gradients", "the same bits", "others", cause)
+            cause = in_parentheses("does the statistic remember anything outside its factors?")
+            require(same, "factors of the same gradients, computed again", "the same bits", "other bits", cause)
 
 
 def scaling_all_gradients_scales_the_factors(case: StatisticCase) -> None:

@@ -97,7 +97,7 @@ def initial_weights_depend_on_the_seed_alone(case: Case[Task]) -> None:
         torch.rand(5)
         again = case.component.new_model(1).state_dict()
     same = all(torch.equal(first[name], value) for name, value in again.items())
-    require(same, "initial weights of the same seed", "the same bits", "others")
+    require(same, "initial weights of the same seed", "the same bits", "other bits")
     others = case.component.new_model(2).state_dict()
     differ = any(not torch.equal(first[name], value) for name, value in others.items())
     cause = in_parentheses("does build() set a seed?")
@@ -121,7 +121,7 @@ def the_loss_is_a_mean_over_targets(case: Case[Task]) -> None:
         for rows in (slice(None, half), slice(half, None)):
             total += float(case.component.loss(outputs[rows], targets[rows])) * targets[rows].numel() / targets.numel()
     fine = math.isclose(whole, total, rel_tol=1e-4, abs_tol=1e-7)
-    expected = f"{total:.6g}, the mean over targets of its halves"
+    expected = f"{total:.6g}, the mean over targets, computed from the two halves of the batch"
     require(fine, "the loss of a batch", expected, f"{whole:.6g}")
 
 
@@ -166,7 +166,7 @@ def _without_labels(case: Case[Task]) -> str | None:
     from eigengraft.experiments.tasks import Task
 
     has = type(case.component).loss is Task.loss or case.component.reports_accuracy
-    return None if has else "its targets are no classes"
+    return None if has else "its targets are not classes"
 
 
 def the_loss_fits_the_outputs(case: Case[Task]) -> None:

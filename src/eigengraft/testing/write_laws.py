@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.blocking.parameter_sums import run_stacks
+from eigengraft.errors import counted
 from eigengraft.numerics import compute_dtype
 from eigengraft.optimizers.write.averaging import Averaging, IterateBatch
 from eigengraft.optimizers.write.constraints import Constraint, ConstraintContext, ParameterUpdate, Slots, Tensors
@@ -46,7 +47,7 @@ def _require_slot(name: str, slot: object, shape: tuple[int, ...]) -> None:
     if not isinstance(slot, Slot):
         raise broken(f"slots(), '{name}'", "a Slot", type(slot).__name__)
     fine = slot.shape == () or slot.shape[-len(shape) :] == shape
-    what, cause = f"slots(), shape of '{name}' of a parameter of shape {shape}", "it is sharded as its parameter is"
+    what, cause = f"slots(), shape of '{name}' of a parameter of shape {shape}", "a slot is sharded like its parameter"
     require(fine, what, f"(), or a shape that ends with {shape}", slot.shape, in_parentheses(cause))
 
 
@@ -84,6 +85,11 @@ class _Bench:
     def everything(self) -> list[Tensor]:
         """Return the parameters and all their slots."""
         return [*self.parameters, *(tensor for tensors in self.slots.values() for tensor in tensors)]
+
+    def names(self) -> list[str]:
+        """Return the names of the tensors of `everything`, for errors."""
+        parameters = [f"parameter {i}" for i in range(len(self.parameters))]
+        return [*parameters, *(f"slot '{slot}' of {name}" for slot in self.slots for name in parameters)]
 
 
 @dataclass(frozen=True)
@@ -170,8 +176,8 @@ def the_update_is_applied_once_a_step(case: Case[Averaging]) -> None:
             bench.step()
             count = len(bench.applied)
             fine = count == number
-            cause = in_parentheses("call `update(batch.parameters)` to train as without averaging")
-            require(fine, f"calls of `update` in {number} steps", f"{number}, one in each step()", count, cause)
+            cause = in_parentheses("`update(batch.parameters)` trains as without averaging; call it once in step()")
+            require(fine, f"calls of `update` in {counted(number, 'step')}", f"{number}", count, cause)
 
 
 def evaluated_iterates_are_like_their_parameters(case: Case[Averaging]) -> None:
@@ -187,9 +193,9 @@ def evaluated_iterates_are_like_their_parameters(case: Case[Averaging]) -> None:
                 finite = bool(tensor.isfinite().all())
                 require(finite, f"evaluated(), parameter {place}", "finite numbers", "nan or inf")
             if not all(map(torch.equal, before, bench.everything())):
-                inputs = {f"a parameter or slot {i}": tensor for i, tensor in enumerate(bench.everything())}
+                inputs = dict(zip(bench.names(), bench.everything(), strict=True))
                 cause = write_cause(case.component, inputs, partial(case.component.evaluated, bench.batch()))
-                raise broken("parameters and slots after evaluated()", "the same bits as before", "others", cause)
+                raise broken("parameters and slots after evaluated()", "no change", "other numbers", cause)
 
 
 def parameters_are_averaged_one_by_one(case: Case[Averaging]) -> None:
@@ -202,8 +208,8 @@ def parameters_are_averaged_one_by_one(case: Case[Averaging]) -> None:
         pairs += [(case.component.evaluated(alone.batch())[0], evaluated[place], "the evaluated iterate")]
         pairs += [(tensors[0], together.slots[name][place], f"slot '{name}'") for name, tensors in alone.slots.items()]
         for one, other, what in pairs:
-            where = f"{what} of parameter {place} alone and beside two others"
-            cause = in_parentheses("does step() use one number of `batch.steps` for all?")
+            where = f"{what} of parameter {place}, averaged alone and together with two others"
+            cause = in_parentheses("does step() use one number of `batch.steps` for all parameters?")
             require_close(one, other, 1e-12, where, partial(str, cause))
 
 
@@ -218,7 +224,7 @@ def masked_parameters_change_nothing(case: Case[Averaging]) -> None:
     names = ["the parameter"] + [f"slot '{name}'" for name in bench.slots]
     for name, start in zip(names, range(0, len(before), len(PARAMETER_SHAPES)), strict=True):
         same = torch.equal(bench.everything()[start + 1], before[start + 1])
-        require(same, f"{name} after step() where `batch.mask` is False", "the same bits as before", "others")
+        require(same, f"{name} after step() where `batch.mask` is False", "no change", "other numbers")
 
 
 def dtypes_are_kept(case: Case[Averaging]) -> None:
@@ -239,8 +245,9 @@ def slots_are_all_the_memory(case: Case[Averaging]) -> None:
     one.run(2)
     two.run(2)
     same = all(map(torch.equal, one.everything(), two.everything()))
-    cause = in_parentheses("is there memory beside the slots?")
-    require(same, "iterates that go on from a copy of the slots", "the same bits", "others", cause)
+    cause = in_parentheses("does it keep anything in memory outside its slots?")
+    what = "iterates of a run that goes on from a copy of the slots"
+    require(same, what, "the same bits", "other bits", cause)
 
 
 def without_updates_nothing_moves(case: Case[Averaging]) -> None:
@@ -254,12 +261,12 @@ def without_updates_nothing_moves(case: Case[Averaging]) -> None:
         found = case.component.evaluated(bench.batch())
         for place, before in enumerate(start):
             steps = "1 step" if number == 1 else f"{number} steps"
-            where = f"of parameter {place} after {steps} whose updates are 0, and the initial parameter"
+            where = f"of parameter {place} after {steps} with updates of 0, and the initial parameter"
             require_close(bench.parameters[place], before, 1e-6, f"the trained iterate {where}")
             require_close(found[place].to(before.dtype), before, 1e-6, f"the evaluated iterate {where}", lambda: _BEGIN)
 
 
-_BEGIN = " (do iterates begin at the parameter, in begin(), or does the sum of weights divide the mean?)"
+_BEGIN = " (start each iterate at its parameter, in begin(), or divide the mean by the sum of its weights)"
 
 
 def steps_of_averages_stay_on_the_device(case: Case[Averaging]) -> None:
@@ -275,7 +282,7 @@ def steps_of_averages_stay_on_the_device(case: Case[Averaging]) -> None:
             with accelerator("cuda") as counts:
                 case.component.step(bench.batch(lr), update)
             if number > WARM_UP_STEPS:
-                remedy = "`batch.lr` may be a tensor on the device; `batch.steps` is an array on the host"
+                remedy = "`batch.lr` may be a tensor on the device; `batch.steps` is a NumPy array"
                 require_no_waits(counts, f"step {number}", remedy)
 
 
@@ -400,7 +407,7 @@ def results_are_like_what_was_given(case: ConstraintCase) -> None:
             for key, tensors in given.items():
                 if not all(map(torch.equal, tensors, before[key])):
                     cause = write_cause(case.component, {f"`{key}[{i}]`": x for i, x in enumerate(tensors)}, hook)
-                    raise broken(f"tensors of `{key}` after {name}()", "the same bits as before", "others", cause)
+                    raise broken(f"tensors of `{key}` after {name}()", "no change", "other numbers", cause)
             if name != "begin":
                 _require_tensors(found, u, f"{name}()")
 
@@ -410,7 +417,7 @@ def parameters_are_constrained_one_by_one(case: ConstraintCase) -> None:
     together = ConstraintBench(case.component).run()
     for place in _PLACES:
         alone = ConstraintBench(case.component, places=[place]).run()
-        where = f"parameter {place} alone and beside two others"
+        where = f"parameter {place}, constrained alone and together with two others"
         cause = in_parentheses("does a norm or sum run over all parameters?")
         require_close(alone.parameters[0], together.parameters[place], 1e-12, where, partial(str, cause))
 
@@ -424,7 +431,7 @@ def masked_parameters_and_slots_change_nothing(case: ConstraintCase) -> None:
         names = ["the parameter"] + [f"slot '{name}'" for name in bench.slots]
         for name, start in zip(names, range(0, len(before), len(PARAMETER_SHAPES)), strict=True):
             same = torch.equal(bench.everything()[start + 1], before[start + 1])
-            require(same, f"{name} where `context.mask` is False", "the same bits as before", "others")
+            require(same, f"{name} where `context.mask` is False", "no change", "other numbers")
 
 
 def dtypes_and_shapes_are_kept(case: ConstraintCase) -> None:
@@ -442,9 +449,8 @@ def parameters_stay_finite(case: ConstraintCase) -> None:
     """
     for name, size in (("zero", 0.0), ("tiny", 1e-30), ("huge", 1e12)):
         bench = ConstraintBench(case.component, torch.float32, size=size).run(3)
-        for place, tensor in enumerate(bench.everything()):
+        for what, tensor in zip(bench.names(), bench.everything(), strict=True):
             finite = bool(tensor.isfinite().all())
-            what = f"parameter {place}" if place < len(PARAMETER_SHAPES) else f"slot {place // len(PARAMETER_SHAPES)}"
             hint = in_parentheses("`numerics.safe_ratio(a, b)` is 0 where b is 0")
             require(finite, f"{what} for {name} parameters and updates", "finite numbers", "nan or inf", hint)
 
@@ -458,8 +464,9 @@ def copies_of_slots_continue_exactly(case: ConstraintCase) -> None:
     one.run(2)
     two.run(2)
     same = all(map(torch.equal, one.everything(), two.everything()))
-    cause = in_parentheses("is there memory beside the slots?")
-    require(same, "parameters that go on from a copy of the slots", "the same bits", "others", cause)
+    cause = in_parentheses("does it keep anything in memory outside its slots?")
+    what = "parameters of a run that goes on from a copy of the slots"
+    require(same, what, "the same bits", "other bits", cause)
 
 
 def shards_are_constrained_as_the_whole(case: ConstraintCase) -> None:
@@ -476,11 +483,11 @@ def shards_are_constrained_as_the_whole(case: ConstraintCase) -> None:
         run_stacks([partial(bench.run, _STEPS) for bench in benches], ids)
         for cut, bench in zip(cuts, benches, strict=True):
             for place, tensor in enumerate(bench.parameters):
-                where = f"a shard of parameter {place}, constrained as a shard and in the whole parameter"
+                where = f"a shard of parameter {place}, constrained as a shard and as a part of the whole"
                 require_close(tensor, cut(whole.parameters[place]), 1e-10, where, lambda: _OF_SHARDS)
 
 
-_OF_SHARDS = " (sums over a parameter are `context.norms` and `context.dots`; is the result of shardable() right?)"
+_OF_SHARDS = " (compute sums over a parameter by `context.norms` or `context.dots`; else shardable() must return False)"
 
 
 def _half(x: Tensor, rows: bool, second: bool) -> Tensor:
