@@ -235,25 +235,70 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
     """
     experiments = {Path(run.directory).parent: run.experiment for run in planned}
     data: dict[str, Fingerprint] = {}
-    faults: dict[str, int] = {}
-    affected: dict[Path, None] = {}
-    folders = [(kind / cell, experiment) for cell, experiment in experiments.items() for kind in PHASES]
-    for folder, experiment in folders:
-        for path in files_named("env.json", directory / folder):
-            run = RunDirectory(path.parent)
-            if not run.begun:
-                continue
-            task = (run.read("config") or {}).get("task")
-            if task and isinstance(data_path := getattr(experiment.task, "path", None), str):
-                task = {**task, "path": data_path}  # another machine may have the data in another folder
-            key = json.dumps(task)
-            if key not in data:
-                data[key] = validated(Task, task, "task").new_data().fingerprint  # type: ignore[type-abstract]
-            for fault in provenance_changes(run.read("env") or {}, describe_provenance(data[key], experiment)):
-                faults[fault] = faults.get(fault, 0) + 1
-                affected[directory / folder] = None
+    faults: dict[str, list[Path]] = {}
+    for cell, folder, run in _begun_runs(experiments, directory):
+        experiment, task = experiments[cell], (run.read("config") or {}).get("task")
+        if task and isinstance(data_path := getattr(experiment.task, "path", None), str):
+            task = {**task, "path": data_path}  # another machine may have the data in another folder
+        key = json.dumps(task)
+        if key not in data:
+            data[key] = validated(Task, task, "task").new_data().fingerprint  # type: ignore[type-abstract]
+        for fault in provenance_changes(run.read("env") or {}, describe_provenance(data[key], experiment)):
+            faults.setdefault(fault, []).append(folder)
+    _refuse_faults(faults, directory)
+
+
+def refuse_changed_study(config: Mapping[str, Any], environment: Mapping[str, Any], directory: Path) -> None:
+    """Raise RecipeError if runs of the study in `directory` had other code or data than a run that is about to train.
+
+    An imported file is compared with runs that import it. The data are compared with those of runs that have a task of
+    the same kind and file. If these tasks differ in other fields, the data of the other task are loaded.
+
+    config, environment: configuration and environment of the run that is about to train.
+    """
+    runs = (RunDirectory(directory).read(MANIFEST) or {"runs": []})["runs"]
+    own, faults = config["task"], dict[str, list[Path]]()
+    present = {json.dumps(own): environment["data"]}
+    for _, folder, run in _begun_runs(dict.fromkeys(Path(one["directory"]).parent for one in runs), directory):
+        known = run.read("env") or {}
+        shared = known.get("imports", {}).keys() & environment["imports"].keys()
+        found = {**environment, "data": known.get("data", {})}
+        task = (run.read("config") or {"task": {}})["task"]
+        if _data_of(task) == _data_of(own) and known.get("data") != environment["data"]:
+            task = {**task, "path": own["path"]} if "path" in own else task
+            if (key := json.dumps(task)) not in present:
+                present[key] = asdict(validated(Task, task, "task").new_data().fingerprint)  # type: ignore[type-abstract]
+            found["data"] = present[key]
+        pair = (
+            {"data": {}, **one, "imports": {name: one["imports"][name] for name in shared}} for one in (known, found)
+        )
+        for fault in provenance_changes(*pair):
+            faults.setdefault(fault, []).append(folder)
+    _refuse_faults(faults, directory)
+
+
+def _data_of(task: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the kind of a task and the name of its file of data, without the folder."""
+    return task.get("kind"), Path(str(task.get("path") or "")).name
+
+
+def _begun_runs(cells: Iterable[Path], directory: Path) -> Iterator[tuple[Path, Path, RunDirectory]]:
+    """Yield (cell, folder, run) of every run of these cells, in any phase, that has a result or a checkpoint."""
+    for cell in cells:
+        for phase in PHASES:
+            for path in files_named("env.json", directory / phase / cell):
+                if (run := RunDirectory(path.parent)).begun:
+                    yield cell, directory / phase / cell, run
+
+
+def _refuse_faults(faults: Mapping[str, Sequence[Path]], directory: Path) -> None:
+    """Raise RecipeError if there are faults.
+
+    faults: for each difference of code or data, the folders of the runs that have it.
+    """
     if faults:
-        lines = [f"{fault} ({count} run{'s' if count > 1 else ''})" for fault, count in faults.items()]
+        affected = dict.fromkeys(folder for folders in faults.values() for folder in folders)
+        lines = [f"{fault} ({counted(len(folders), 'run')})" for fault, folders in faults.items()]
         raise RecipeError(
             f"{directory}: runs of this study had other code or data (recorded -> present):\n"
             + "\n".join(first_lines(lines))
