@@ -29,6 +29,7 @@ from ..training.callbacks import Limits, StopAfter
 from ..training.environment import describe_provenance
 from ..training.experiment import Experiment, load_experiment
 from ..training.rundir import RunDirectory, config_changes
+from ..training.train import require_startable
 from .study import Setting, Study, combinations, inside
 from .tuning import Trial, Tuning, Values, trial_name
 
@@ -162,6 +163,23 @@ def require_metric(study: Study, planned: Iterable[PlannedRun]) -> None:
             )
 
 
+def require_startable_cells(study: Study, planned: Iterable[PlannedRun]) -> None:
+    """Raise RecipeError that names every cell whose runs would end before their first step."""
+    known, faults = dict[str, str](), dict[str, dict[str, None]]()
+    for run in planned:
+        key = run.experiment.model_dump_json(exclude={"name", "seed", "lr", "schedule"})
+        if key not in known:
+            known[key] = ""
+            try:
+                require_startable(run.experiment)
+            except RecipeError as error:
+                known[key] = str(error)
+        if known[key]:
+            faults.setdefault(known[key], {})[cell_name(run.labels)] = None
+    if faults:
+        raise RecipeError("\n".join(_located(study, fault, list(names)) for fault, names in faults.items()))
+
+
 _REMEDY = "Choose another `name` for the study or another directory with --out (in Python: `directory`)"
 """Advice for a study whose directory has runs that it cannot continue."""
 
@@ -188,8 +206,8 @@ class StudyPlan:
 def plan_study(study: Study, directory: Path, failed: Collection[str] = ()) -> StudyPlan:
     """Check every cell of the study, and every run that `directory` has already. Return the runs.
 
-    Raises RecipeError if a cell is invalid, if a task does not report the metric, or if `directory` has runs with other
-    settings, code or data.
+    Raises RecipeError if a cell is invalid or its runs cannot start, if a task does not report the metric, or if
+    `directory` has runs with other settings, code or data.
 
     failed: directories of runs that failed; in searches, their values count as diverged.
     """
@@ -203,6 +221,7 @@ def plan_study(study: Study, directory: Path, failed: Collection[str] = ()) -> S
     refuse_other_provenance(own, directory)
     left = unfinished(planned, directory)
     require_metric(study, left)
+    require_startable_cells(study, unfinished(own, directory))
     phase: Phase = "timing" if timing else "tuning" if tuning else "study"
     return StudyPlan(phase, tuple(planned), tuple(left), tuple(own), tuned)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -26,7 +27,7 @@ from eigengraft.numerics import local
 from ..provenance import provenance_of
 from ..tasks import Batch, Metrics
 from ..tasks.base import training_batch
-from .callbacks import Callbacks, RunView, no_batch
+from .callbacks import Callback, Callbacks, RunView, Tracker, no_batch
 from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
 from .experiment import Experiment
@@ -512,6 +513,23 @@ def train(
                     run.write("fault", asdict(Fault.of_error(error, next_step)))
                 raise
             return trainer.run(progress if ranks.first else None, require)
+
+
+def require_startable(experiment: Experiment) -> None:
+    """Raise RecipeError if a run would end before its first step: the optimizer cannot be made, nothing provides a
+    signal that the recipe needs, or the package of a callback is not installed. Nothing is written.
+
+    A run with callbacks that have their own `started` is not checked, because `started` may provide signals and write
+    files.
+    """
+    if any(type(one).started not in (Callback.started, Tracker.started) for one in experiment.callbacks):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run itself warns
+        model, rates = experiment.task.new_model(experiment.seed), (experiment.lr, experiment.weight_decay)
+        options: dict[str, Any] = {"steps": experiment.steps, "silence": experiment.silence}
+        optimizer = eigengraft.compose(experiment.run_recipe, model, *rates, **options)
+        Callbacks(experiment.callbacks, RunView(model, optimizer, Path(), ()), Ranks()).start()
 
 
 def _advice(run: RunDirectory) -> str:
