@@ -486,7 +486,8 @@ def plan_timing(study: Study, directory: Path, failed: Collection[str] = ()) -> 
         ratio = median(one[base] / one[cell.name] for one in seconds)
         steps = max(1, round(rounds[0][base].experiment.steps * ratio))
         lengths.append(Setting(when={k: (label,) for k, label in cell.labels.items()}, set={"steps": steps}))
-    return [], study.replace(equal="steps", settings=(*study.settings, *lengths))
+    # Not validated, because labels of an axis `steps` are the steps of the baseline alone.
+    return [], study.model_copy(update={"equal": "steps", "settings": (*study.settings, *lengths)})
 
 
 def _timed_run(study: Study, cell: Cell, turn: int) -> PlannedRun:

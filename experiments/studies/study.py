@@ -127,13 +127,20 @@ def located_axis(axis: str, choices: Any, home: Path) -> Any:
 
 def as_label(value: Any) -> str:
     """Return the label of a value. Raises ValueError if its text cannot be part of a directory's name."""
-    text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    text = _text_of(value)
     if not LABEL.fullmatch(text):
         raise ValueError(
             f"{text!r} cannot be a label, which has only letters, digits and . _ + -; give the axis as a mapping "
             "label -> {path: value}"
         )
     return text
+
+
+def _text_of(value: Any) -> str:
+    """Return the text of a value on an axis. For a component or a recipe, it is the kind or the base."""
+    if isinstance(value, Mapping):
+        value = value.get("kind", value.get("base", value))
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def changed_paths(choices: Mapping[str, Changes]) -> set[str]:
@@ -263,6 +270,7 @@ class Study(Component):
                     "of the two"
                 )
         self._require_labels()
+        self._require_true_labels()
         return self
 
     def _require_labels(self) -> None:
@@ -298,6 +306,21 @@ class Study(Component):
                 f"equal: the cell {', '.join(f'{k}={label}' for k, label in alone[0].items())} has no baseline, as the "
                 f"cell with {compared}={baseline} is excluded; exclude both cells"
             )
+
+    def _require_true_labels(self) -> None:
+        """Raise ValueError if a setting replaces a value on an axis whose labels are its values."""
+        for axis, labels in self.axes.items():
+            if any(axis not in changes or _text_of(changes[axis]) != label for label, changes in labels.items()):
+                continue  # the labels are names
+            for setting in self.settings:
+                for path in {axis, f"{axis}.kind"} & setting.set.keys():
+                    text = _text_of(setting.set[path])
+                    if other := [label for label in setting.when.get(axis, labels) if label != text]:
+                        raise ValueError(
+                            f"settings: '{path}' is set by the axis '{axis}', whose label {other[0]} would be trained "
+                            f"with {text}; remove '{path}' from the settings, or give the axis as a mapping label -> "
+                            "{path: value}"
+                        )
 
     def run(self, directory: str | Path | None = None, workers: int | None = None, progress: bool = True) -> Report:
         """Do all searches and runs that are not done yet, and return the report.

@@ -133,11 +133,43 @@ def test_labels_of_settings_and_baseline_may_be_values():
         ({"seeds": []}, ("seeds", 1)),
         ({"metric": "loss"}, ("metric", "val_loss")),
         ({"sedes": [1]}, ("sedes",)),
+        (
+            {"axes": {"lr": [0.1, 0.01]}, "settings": [{"when": {"lr": 0.1}, "set": {"lr": 0.3}}]},
+            ("settings", "lr", 0.1, 0.3),
+        ),
+        (
+            {
+                "axes": {"recipe": ["adamw", "soap"], "steps": [4, 6]},
+                "settings": [{"when": {"recipe": "soap"}, "set": {"steps": 4}}],
+            },
+            ("settings", "steps", 6, 4),
+        ),
+        (
+            {
+                "axes": {"task": ["digits", "byte_lm"]},
+                "settings": [{"when": {"task": "digits"}, "set": {"task.kind": "byte_lm"}}],
+            },
+            ("settings", "task.kind", "digits", "byte_lm"),
+        ),
     ],
 )
 def test_wrong_studies(fields, says):
     with refused(RecipeError, *says):
         study(**fields)
+
+
+@pytest.mark.parametrize(
+    ("axes", "setting"),
+    [
+        ({"lr": {"high": {"lr": 0.1}, "low": {"lr": 0.01}}}, {"when": {"lr": "high"}, "set": {"lr": 0.3}}),
+        ({"lr": [0.1, 0.01]}, {"when": {"lr": 0.1}, "set": {"lr": 0.1, "steps": 9}}),
+        ({"recipe": ["adamw", "soap"]}, {"when": {"recipe": "soap"}, "set": {"update.eigenbasis.refresh.steps": 2}}),
+        ({"recipe": ["adamw", "soap"]}, {"when": {"recipe": "soap"}, "set": {"recipe": {"base": "soap", "lr": 0.1}}}),
+        ({"task": ["digits"]}, {"when": {"task": "digits"}, "set": {"task": {"kind": "digits", "width": 4}}}),
+    ],
+)
+def test_settings_may_change_what_a_label_does_not_say(axes, setting):
+    assert plan_runs(study(axes=axes, settings=[setting]))
 
 
 @pytest.mark.parametrize(
