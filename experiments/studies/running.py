@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eigengraft.errors import RecipeError, import_optional
-from eigengraft.optimizers.recipe.overrides import json_value
+from eigengraft.optimizers.recipe.loading import parse_yaml
 
 from ..files import short_name, write_text
 from ..reports.records import fault_file
@@ -274,4 +274,4 @@ def _option(option: str) -> tuple[str, Any]:
     name, equals, value = option.partition("=")
     if not equals or not re.fullmatch(r"\w+", name):
         raise RecipeError(f"--option: name=value is required, got '{option}'")
-    return name, json_value(value)
+    return name, parse_yaml(value, f"--option '{option}'")

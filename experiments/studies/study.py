@@ -7,6 +7,7 @@ An axis has labels, and each label sets values of fields. Further values can be 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_v
 from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError, counted, did_you_mean, first_lines, near_path
 from eigengraft.optimizers.recipe.loading import YAML_SUFFIXES, parse_yaml, read_yaml
-from eigengraft.optimizers.recipe.overrides import apply_overrides, assign_paths, override_pairs
+from eigengraft.optimizers.recipe.overrides import assign_paths, override_pairs
 
 from ..files import LABEL, short_name
 from ..reports.records import METRICS, Metric, error_line, is_rate, metric_of
@@ -396,12 +397,20 @@ def _overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, 
     Overrides of `imports` are applied first, and the imports of the base experiment are executed. Then all other fields
     are changed.
     """
-    pairs = override_pairs(overrides)
+    pairs = _pairs(overrides)
     data = assign_paths(data, [pair for pair in pairs if pair[0] == "base.imports"])
     base = data.get("base")
     if isinstance(base, Mapping):
         data["base"] = with_imports(base)
     return assign_paths(data, [pair for pair in pairs if pair[0] != "base.imports"])
+
+
+def _pairs(overrides: Iterable[str]) -> list[tuple[str, Any]]:
+    """Return (dotted path, value) of every override, with values in YAML."""
+    overrides = list(overrides)
+    for override in overrides:
+        parse_yaml(override.partition("=")[2], f"override '{override}'")  # names the override in an error
+    return override_pairs(overrides, parse_yaml)
 
 
 def split_axes(overrides: Iterable[str]) -> tuple[dict[str, list[Any]], list[str]]:
@@ -415,7 +424,9 @@ def split_axes(overrides: Iterable[str]) -> tuple[dict[str, list[Any]], list[str
     for override in overrides:
         path, equals, text = override.partition("=")
         values = _values(text) if equals else []
-        if len(values) < 2 or path in _TEXTS:
+        if path in _TEXTS and text.strip() and text.strip()[0] not in "'\"":
+            own.append(f"{path}={json.dumps(text)}")  # a text is not parsed as YAML
+        elif len(values) < 2 or path in _TEXTS:
             own.append(override)
         elif path in Study.model_fields:
             own.append(f"{path}=[{text}]")
@@ -455,7 +466,7 @@ def _read_with(path: Path, overrides: list[str]) -> dict[str, Any]:
     of_study = [one for one in own if one.partition("=")[0].split(".")[0] in Study.model_fields]
     base = load_experiment(path, [one.removeprefix("base.") for one in own if one not in of_study])
     data = {"name": path.stem, "base": base.model_dump(mode="json"), "axes": axes}
-    return apply_overrides(data, of_study)
+    return assign_paths(data, _pairs(of_study))
 
 
 def shipped_studies() -> dict[str, Path]:
