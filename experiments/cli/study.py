@@ -286,7 +286,7 @@ def _submit(study: Study, directory: Path, cluster: str, jobs: int, workers: int
 def run_to_end(study: Study, directory: Path, workers: int | None, storage: str | None = None) -> None:
     """Do the remaining runs of a study and its searches. If runs failed, print them and exit with code 1."""
     from ..reports.records import error_line, read_records, read_tuned
-    from ..studies.running import complete_study
+    from ..studies.running import available_cores, complete_study
 
     console = Console(stderr=True)
     runs = 0
@@ -294,7 +294,7 @@ def run_to_end(study: Study, directory: Path, workers: int | None, storage: str 
     def watch(prepared: PreparedStudy) -> AbstractContextManager[Callable[[StudyEvent], None]]:
         nonlocal runs
         runs += len(prepared.runs)
-        return study_progress(prepared, study, console)
+        return study_progress(prepared, study, console, workers or available_cores())
 
     failed = complete_study(study, directory, workers, watch, storage)
     for one in read_tuned(directory):

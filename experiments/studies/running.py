@@ -66,6 +66,7 @@ class PreparedStudy:
     runs: all runs of the phase.
     left: runs without a result, the longest first.
     seconds: expected seconds of every run, by its directory.
+    measured: number of finished runs whose times have corrected `seconds`.
     """
 
     rendezvous: Rendezvous
@@ -73,6 +74,7 @@ class PreparedStudy:
     runs: tuple[PlannedRun, ...]
     left: tuple[PlannedRun, ...]
     seconds: Mapping[str, float]
+    measured: int
 
 
 def prepare_study(
@@ -87,11 +89,11 @@ def prepare_study(
     rendezvous = rendezvous_at(short_name(study.name), directory, storage)
     rendezvous.fetch()
     planned = plan_study(study, directory, failed)
-    seconds, left = study_cost(planned.next, directory).seconds, list(planned.left)
+    cost, left = study_cost(planned.next, directory), list(planned.left)
     if planned.phase != "timing":  # timed runs keep their order: all cells are timed once before one is timed again
-        left.sort(key=lambda run: -seconds[run.directory])
+        left.sort(key=lambda run: -cost.seconds[run.directory])
     write_manifest(study, planned, directory)
-    return PreparedStudy(rendezvous, planned.phase, planned.next, tuple(left), seconds)
+    return PreparedStudy(rendezvous, planned.phase, planned.next, tuple(left), cost.seconds, cost.measured)
 
 
 def run_study(prepared: PreparedStudy, workers: int | None = None) -> Generator[StudyEvent, None, None]:

@@ -343,8 +343,12 @@ class Study(Component):
         # These are imported here, because they import this module.
         running, shown = (import_module(f"{__package__}.{name}") for name in ("running", "progress"))
         place = Path("runs") / short_name(self.name) if directory is None else Path(directory)
+        count = workers or running.available_cores()
         failed = running.complete_study(
-            self, place, workers, (lambda prepared: shown.study_progress(prepared, self)) if progress else None
+            self,
+            place,
+            workers,
+            (lambda prepared: shown.study_progress(prepared, self, None, count)) if progress else None,
         )
         if failed:
             lines = [f"{run}: {error_line(reason)}" for run, reason in failed.items()]
