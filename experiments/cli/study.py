@@ -67,7 +67,9 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
     if storage is not None and (dry_run or submit is not None):
         other = "--dry-run, which runs nothing" if dry_run else "--submit, whose jobs share a directory"
         raise RecipeError(f"--storage cannot be combined with {other}; remove one of the two")
-    if submit is None and not dry_run and (option or jobs > 1):
+    if submit is not None and dry_run:
+        raise RecipeError("--submit cannot be combined with --dry-run, which runs nothing; remove one of the two")
+    if submit is None and (option or jobs > 1):
         raise RecipeError(
             f"{'--option' if option else '--jobs'}: has no effect without --submit; add --submit, or remove the option"
         )

@@ -452,6 +452,9 @@ def test_jobs_of_a_cluster_share_the_runs(tmp_path, monkeypatch):
         (["--option", "timeout_min=5"], ("--option", "--submit")),
         (["--storage", "sqlite:///x.db", "--submit", "local"], ("--storage",)),
         (["--storage", "sqlite:///x.db", "--dry-run"], ("--storage",)),
+        (["--submit", "local", "--dry-run"], ("--submit", "--dry-run")),
+        (["--jobs", "2", "--dry-run"], ("--jobs", "--submit")),
+        (["--option", "timeout_min=5", "--dry-run"], ("--option", "--submit")),
         (["--submit", "local"], ("--submit", "submitit", "pip install submitit")),
     ],
 )
