@@ -126,6 +126,8 @@ def study_progress(
     console: console for the bars and lines. None: standard error.
     workers: number of processes.
     """
+    from ..training.rundir import RunDirectory
+
     runs, left = len(prepared.runs), len(prepared.left)
     bars: dict[str, TaskID] = {}
     done = runs - left
@@ -151,7 +153,9 @@ def study_progress(
             elif run.directory in bars:  # runs of other workers have no bar
                 meter.remove(bars.pop(run.directory))
             if event.kind == "died":
-                meter.say(f"{title}: {escape(event.value)}; it is begun again")
+                step = max(RunDirectory(prepared.rendezvous.directory / run.directory).checkpoints(), default=0)
+                again = f"it continues from step {step}" if step else "it starts again, as it has no checkpoint"
+                meter.say(f"{title}: {escape(event.value)}; {again}")
             elif event.kind in ("done", "failed"):
                 done += 1
                 ended = _describe_result(event.value, study.metric) if event.kind == "done" else "[red]failed[/red]"

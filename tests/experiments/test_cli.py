@@ -316,6 +316,18 @@ def test_a_study_estimates_the_time_left_from_the_first_progress_of_a_run(monkey
     }
 
 
+@pytest.mark.parametrize(("step", "says"), [(None, "starts again"), (7, "continues from step 7")])
+def test_a_study_says_where_a_run_goes_on_whose_process_died(tmp_path, step, says):
+    (tmp_path / "a" / ("" if step is None else f"checkpoint-{step}")).mkdir(parents=True)
+    place = SimpleNamespace(directory=tmp_path)
+    prepared = SimpleNamespace(phase="", runs=range(1), left=range(1), measured=0, rendezvous=place)
+    run, printed = SimpleNamespace(directory="a", title="a", experiment=SimpleNamespace(steps=60)), StringIO()
+    with progress.study_progress(prepared, SimpleNamespace(metric="val_loss"), Console(file=printed)) as on_event:
+        for kind in ("started", "died"):
+            on_event(SimpleNamespace(kind=kind, run=run, value="signal SIGKILL", fraction=0.0))
+    assert printed.getvalue().startswith("a: signal SIGKILL; it ") and says in printed.getvalue()
+
+
 def test_a_study_has_no_less_time_left_than_its_run_in_the_same_line(monkeypatch, capsys):
     events = [(0.0, "started", 0, 0.0), (60.0, "progress", 1, 0.1), (66.0, "progress", 2, 0.6)]
     events += [(80.0, "progress", 3, 0.7)]
