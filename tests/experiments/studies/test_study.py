@@ -133,6 +133,8 @@ def test_labels_of_settings_and_baseline_may_be_values():
         ({"seeds": []}, ("seeds", 1)),
         ({"metric": "loss"}, ("metric", "val_loss")),
         ({"sedes": [1]}, ("sedes",)),
+        ({"seeds": [0, -1]}, ("seeds", -1)),
+        ({"tune": {"seeds": [-7]}}, ("tune", "seeds", -7)),
         (
             {"axes": {"lr": [0.1, 0.01]}, "settings": [{"when": {"lr": 0.1}, "set": {"lr": 0.3}}]},
             ("settings", "lr", 0.1, 0.3),
