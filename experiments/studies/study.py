@@ -24,7 +24,7 @@ from ..files import LABEL, short_name
 from ..reports.records import METRICS, Metric, error_line, is_rate, metric_of
 from ..reports.seed_statistics import Target
 from ..tasks.base import MetricName
-from ..training.experiment import Experiment, load_experiment, read_experiment, with_imports
+from ..training.experiment import Experiment, load_experiment, read_experiment, with_imports, with_overrides
 from ..training.imports import resolve_paths
 from .tuning import CoordinateDescent, Seeds, Tuning
 
@@ -386,10 +386,11 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
     """
     if isinstance(source, (str, Path)):
         path = _existing(source)
+        changes = list(overrides or ())
         try:
-            return validated(Study, _read_with(path, list(overrides or ())))
+            return validated(Study, _read_with(path, changes))
         except RecipeError as error:
-            raise RecipeError(f"{path} does not describe a study:\n{error}") from error
+            raise RecipeError(f"{with_overrides(path, changes)} does not describe a study:\n{error}") from error
     raw = source.model_dump(mode="json") if isinstance(source, Study) else dict(source)
     axes, own = split_axes(overrides or ())
     return validated(Study, _with_axes(_overridden(raw, own), axes))
@@ -480,6 +481,8 @@ def shipped_studies() -> dict[str, Path]:
 
 def _existing(source: str | Path) -> Path:
     path = shipped_studies().get(str(source), Path(source))
+    if path.is_dir():
+        raise RecipeError(f"study: '{source}' is a directory; give a study file")
     if not path.is_file():
         names = ", ".join(shipped_studies())
         hint = near_path(path, YAML_SUFFIXES) or f"; the shipped studies are {names}"

@@ -657,6 +657,10 @@ WRONG = {
     "a list": (["train", "list.yaml"], ("list.yaml", "task", "recipe")),
     "no task": (["train", "part.yaml"], ("part.yaml", "task")),
     "unknown key": (["train", "key.yaml"], ("key.yaml", "stepz", "steps")),
+    "a wrong value of an override": (["train", "exp.yaml", "lr=abc"], ("exp.yaml with lr=abc", "lr")),
+    "a wrong value of an override of a study": (["ablate", "demo", "seeds=2"], ("demo.yaml with seeds=2", "seeds")),
+    "a directory without a run": (["train", "."], ("directory '.'", "config.json")),
+    "a directory in place of a study": (["ablate", "."], ("directory", "study file")),
     "unknown key in the task": (["train", "exp.yaml", "task.widht=3"], ("task.widht", "width")),
     "unknown override": (["train", "exp.yaml", "stpes=3"], ("stpes", "steps")),
     "unknown override of the recipe": (
