@@ -25,7 +25,7 @@ from ..files import files_named, make_directory, short_name
 from ..provenance import provenance_changes
 from ..reports.records import MANIFEST, METRICS, Metric, Run, TunedCell, cell_name
 from ..tasks import Fingerprint, Task
-from ..training.callbacks import Limits, StopAfter
+from ..training.callbacks import Limits, StopAfter, may_provide
 from ..training.environment import describe_provenance
 from ..training.experiment import Experiment, load_experiment
 from ..training.rundir import RunDirectory, config_changes
@@ -491,7 +491,10 @@ def plan_timing(study: Study, directory: Path, failed: Collection[str] = ()) -> 
 
 
 def _timed_run(study: Study, cell: Cell, turn: int) -> PlannedRun:
-    """Return a run of only the first steps of the cell, without diagnostics, callbacks and intermediate checkpoints."""
+    """Return a run of only the first steps of the cell, without diagnostics and intermediate checkpoints.
+
+    It has only the callbacks that may provide signals, because without these its recipe may not run.
+    """
     experiment = changed(study.base, cell.changes)
     steps = min(TIMED_STEPS, experiment.steps)
     timed = experiment.replace(
@@ -500,7 +503,7 @@ def _timed_run(study: Study, cell: Cell, turn: int) -> PlannedRun:
         log_every=max(1, steps // 20),
         checkpoint_every=experiment.steps,
         diagnostics=None,
-        callbacks=(StopAfter(step=steps),),
+        callbacks=(*filter(may_provide, experiment.callbacks), StopAfter(step=steps)),
     )
     labels = {**cell.labels, "timed": f"round {turn + 1}"}
     return PlannedRun(labels, study.seeds[0], timed, f"timing/{cell.directory}/round-{turn + 1}")

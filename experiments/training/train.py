@@ -27,7 +27,7 @@ from eigengraft.numerics import local
 from ..provenance import provenance_of
 from ..tasks import Batch, Metrics
 from ..tasks.base import training_batch
-from .callbacks import Callback, Callbacks, RunView, Tracker, no_batch
+from .callbacks import Callbacks, RunView, may_provide, no_batch
 from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
 from .experiment import Experiment
@@ -522,7 +522,7 @@ def require_startable(experiment: Experiment) -> None:
     A run with callbacks that have their own `started` is not checked, because `started` may provide signals and write
     files.
     """
-    if any(type(one).started not in (Callback.started, Tracker.started) for one in experiment.callbacks):
+    if any(map(may_provide, experiment.callbacks)):
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run itself warns

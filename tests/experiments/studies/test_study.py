@@ -208,6 +208,7 @@ def test_cells_whose_runs_cannot_start_are_refused_before_any_run(fields, says, 
 
 PROVIDED = """
 from typing import Literal
+import torch
 from eigengraft.experiments.training.callbacks import Callback
 
 class Hessian(Callback):
@@ -215,7 +216,7 @@ class Hessian(Callback):
 
     def started(self, run):
         (run.directory / "started").touch()
-        ones = {name: 1.0 for name, _ in run.model.named_parameters()}
+        ones = {parameter: torch.ones_like(parameter) for parameter in run.model.parameters()}
         run.optimizer.provide("hessian_diagonal", lambda: ones)
 """
 
@@ -225,6 +226,9 @@ def test_a_callback_of_ones_own_may_provide_a_signal_and_is_not_called_by_a_prev
     base = {**TINY, "imports": [str(tmp_path / "provided.py")], "callbacks": ["hessian"]}
     assert preview_study(study(base=base, axes={"recipe": ["sophia"]}), tmp_path / "out").runs == 1
     assert not (tmp_path / "out").exists()
+    timed = prepare_study(study(base=base, axes={"recipe": ["sophia"]}, equal="seconds"), tmp_path / "out").left[0]
+    assert [type(one).__name__ for one in timed.experiment.callbacks] == ["Hessian", "StopAfter"]
+    assert not train(timed.experiment, tmp_path / "timed").diverged
 
 
 def test_every_wrong_cell_is_named():
