@@ -102,13 +102,13 @@ class RunLog:
         where = {"python": platform.python_version(), "platform": platform.platform(), "command": sys.argv}
         self._run.write("env", where)
         self.rows = self._run.metrics.rows()
-        self._began = time.perf_counter()
+        self._began, self._last = time.perf_counter(), 0
 
     def row(self, step: int, loss: float | None = None, **numbers: float | None) -> None:
-        """Append a row. If rows of this step or of later steps exist, they are dropped first.
+        """Append a row. The first row of a log that continues a run drops the run's rows from its step on.
 
         Args:
-            step: number of steps so far, from 1.
+            step: number of steps so far, from 1, and larger than that of the row before.
             loss: mean training loss since the row before.
             numbers: other columns: `val_loss`, `val_accuracy`, `lr`, `tokens`, `flops`, `seconds` (by default the time
                 since the log was made), or any of your own. Tables and reports show the last value of each column
@@ -116,6 +116,11 @@ class RunLog:
         """
         if not 1 <= step <= self.steps:
             raise ValueError(f"step: it must be between 1 and the {self.steps} steps of the run, got {step}")
+        if step <= self._last:
+            raise ValueError(
+                f"step: it must be larger than {self._last}, the step of the row before, got {step}; to continue from "
+                "an earlier step, make a new RunLog of the directory"
+            )
         given = {"seconds": time.perf_counter() - self._began, **numbers, "step": step, "loss": loss}
         if loss is None and "val_loss" not in given:
             for name in numbers:
@@ -131,6 +136,7 @@ class RunLog:
         if self.rows and step <= self.rows[-1]["step"]:
             self._run.rewind(int(step) - 1)
             self.rows = self._run.metrics.rows()
+        self._last = int(step)
         self.rows.append({**row, "step": int(step)})
         self._run.metrics.append(self.rows[-1])
         known = self._run.read("fault")
@@ -217,6 +223,11 @@ def import_run(
             hint = did_you_mean(there, known, 0.5)
             raise RecipeError(f"{file}: {here}={there} names a column that the file does not have{hint}")
     kept = {name: name for name in known if name not in named and name not in named.values()} | named
+    if "val_loss" not in kept and (near := [one for one in kept if one not in named and _VALIDATION.fullmatch(one)]):
+        raise RecipeError(
+            f"{file}: there is no column 'val_loss'; is '{near[0]}' this loss? Give it as val_loss={near[0]}, or "
+            f"{near[0]}={near[0]} if it is a column of your own"
+        )
     rows: dict[int, dict[str, float]] = {}
     for place, raw in enumerate(raws, start=1):
         found = {here: raw[there] for here, there in kept.items() if raw.get(there) not in ("", None)}
@@ -251,6 +262,10 @@ def import_run(
 
 _REQUIRED = ("step", "loss", "val_loss")
 """Columns of an imported file without which a row means nothing: a value that is no number is refused."""
+
+
+_VALIDATION = re.compile(r"(val|valid|validation|eval|evaluation)([/_ -]?loss)?", re.IGNORECASE)
+"""Names of columns that are probably validation losses. Reports do not draw columns with these names."""
 
 
 def _read(file: Path) -> Iterator[Mapping[str, Any]]:

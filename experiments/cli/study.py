@@ -67,7 +67,9 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
     if storage is not None and (dry_run or submit is not None):
         other = "--dry-run, which runs nothing" if dry_run else "--submit, whose jobs share a directory"
         raise RecipeError(f"--storage cannot be combined with {other}; remove one of the two")
-    if submit is None and not dry_run and (option or jobs > 1):
+    if submit is not None and dry_run:
+        raise RecipeError("--submit cannot be combined with --dry-run, which runs nothing; remove one of the two")
+    if submit is None and (option or jobs > 1):
         raise RecipeError(
             f"{'--option' if option else '--jobs'}: has no effect without --submit; add --submit, or remove the option"
         )
@@ -286,7 +288,7 @@ def _submit(study: Study, directory: Path, cluster: str, jobs: int, workers: int
 def run_to_end(study: Study, directory: Path, workers: int | None, storage: str | None = None) -> None:
     """Do the remaining runs of a study and its searches. If runs failed, print them and exit with code 1."""
     from ..reports.records import error_line, read_records, read_tuned
-    from ..studies.running import complete_study
+    from ..studies.running import available_cores, complete_study
 
     console = Console(stderr=True)
     runs = 0
@@ -294,7 +296,7 @@ def run_to_end(study: Study, directory: Path, workers: int | None, storage: str 
     def watch(prepared: PreparedStudy) -> AbstractContextManager[Callable[[StudyEvent], None]]:
         nonlocal runs
         runs += len(prepared.runs)
-        return study_progress(prepared, study, console)
+        return study_progress(prepared, study, console, workers or available_cores())
 
     failed = complete_study(study, directory, workers, watch, storage)
     for one in read_tuned(directory):

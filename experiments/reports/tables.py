@@ -31,7 +31,10 @@ def sentences(panel: ComparisonPanel) -> Iterator[str]:
     if best is None:
         return
     extreme = "Lowest" if panel.metric.sign > 0 else "Highest"
-    yield f"{extreme} final {panel.metric.title}: {best.title}, {format_summary(best.final, form)}."
+    if panel.second is None and any(len(row.finals) < len(row.runs) for row in panel.rows):
+        yield f"Only {best.title} has complete runs: {panel.metric.title} {format_summary(best.final, form)}."
+    else:
+        yield f"{extreme} final {panel.metric.title}: {best.title}, {format_summary(best.final, form)}."
     if panel.risen:
         found = [(row.best_evaluation, row) for row in panel.rows if row.ended and row.best_evaluation]
         (value, step), row = min(found, key=lambda pair: panel.metric.sign * pair[0][0].mean)

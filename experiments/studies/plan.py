@@ -25,10 +25,11 @@ from ..files import files_named, make_directory, short_name
 from ..provenance import provenance_changes
 from ..reports.records import MANIFEST, METRICS, Metric, Run, TunedCell, cell_name
 from ..tasks import Fingerprint, Task
-from ..training.callbacks import Limits, StopAfter
+from ..training.callbacks import Limits, StopAfter, may_provide
 from ..training.environment import describe_provenance
 from ..training.experiment import Experiment, load_experiment
 from ..training.rundir import RunDirectory, config_changes
+from ..training.train import require_startable
 from .study import Setting, Study, combinations, inside
 from .tuning import Trial, Tuning, Values, trial_name
 
@@ -162,6 +163,23 @@ def require_metric(study: Study, planned: Iterable[PlannedRun]) -> None:
             )
 
 
+def require_startable_cells(study: Study, planned: Iterable[PlannedRun]) -> None:
+    """Raise RecipeError that names every cell whose runs would end before their first step."""
+    known, faults = dict[str, str](), dict[str, dict[str, None]]()
+    for run in planned:
+        key = run.experiment.model_dump_json(exclude={"name", "seed", "lr", "schedule"})
+        if key not in known:
+            known[key] = ""
+            try:
+                require_startable(run.experiment)
+            except RecipeError as error:
+                known[key] = str(error)
+        if known[key]:
+            faults.setdefault(known[key], {})[cell_name(run.labels)] = None
+    if faults:
+        raise RecipeError("\n".join(_located(study, fault, list(names)) for fault, names in faults.items()))
+
+
 _REMEDY = "Choose another `name` for the study or another directory with --out (in Python: `directory`)"
 """Advice for a study whose directory has runs that it cannot continue."""
 
@@ -188,8 +206,8 @@ class StudyPlan:
 def plan_study(study: Study, directory: Path, failed: Collection[str] = ()) -> StudyPlan:
     """Check every cell of the study, and every run that `directory` has already. Return the runs.
 
-    Raises RecipeError if a cell is invalid, if a task does not report the metric, or if `directory` has runs with other
-    settings, code or data.
+    Raises RecipeError if a cell is invalid or its runs cannot start, if a task does not report the metric, or if
+    `directory` has runs with other settings, code or data.
 
     failed: directories of runs that failed; in searches, their values count as diverged.
     """
@@ -203,6 +221,7 @@ def plan_study(study: Study, directory: Path, failed: Collection[str] = ()) -> S
     refuse_other_provenance(own, directory)
     left = unfinished(planned, directory)
     require_metric(study, left)
+    require_startable_cells(study, unfinished(own, directory))
     phase: Phase = "timing" if timing else "tuning" if tuning else "study"
     return StudyPlan(phase, tuple(planned), tuple(left), tuple(own), tuned)
 
@@ -235,25 +254,70 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
     """
     experiments = {Path(run.directory).parent: run.experiment for run in planned}
     data: dict[str, Fingerprint] = {}
-    faults: dict[str, int] = {}
-    affected: dict[Path, None] = {}
-    folders = [(kind / cell, experiment) for cell, experiment in experiments.items() for kind in PHASES]
-    for folder, experiment in folders:
-        for path in files_named("env.json", directory / folder):
-            run = RunDirectory(path.parent)
-            if not run.begun:
-                continue
-            task = (run.read("config") or {}).get("task")
-            if task and isinstance(data_path := getattr(experiment.task, "path", None), str):
-                task = {**task, "path": data_path}  # another machine may have the data in another folder
-            key = json.dumps(task)
-            if key not in data:
-                data[key] = validated(Task, task, "task").new_data().fingerprint  # type: ignore[type-abstract]
-            for fault in provenance_changes(run.read("env") or {}, describe_provenance(data[key], experiment)):
-                faults[fault] = faults.get(fault, 0) + 1
-                affected[directory / folder] = None
+    faults: dict[str, list[Path]] = {}
+    for cell, folder, run in _begun_runs(experiments, directory):
+        experiment, task = experiments[cell], (run.read("config") or {}).get("task")
+        if task and isinstance(data_path := getattr(experiment.task, "path", None), str):
+            task = {**task, "path": data_path}  # another machine may have the data in another folder
+        key = json.dumps(task)
+        if key not in data:
+            data[key] = validated(Task, task, "task").new_data().fingerprint  # type: ignore[type-abstract]
+        for fault in provenance_changes(run.read("env") or {}, describe_provenance(data[key], experiment)):
+            faults.setdefault(fault, []).append(folder)
+    _refuse_faults(faults, directory)
+
+
+def refuse_changed_study(config: Mapping[str, Any], environment: Mapping[str, Any], directory: Path) -> None:
+    """Raise RecipeError if runs of the study in `directory` had other code or data than a run that is about to train.
+
+    An imported file is compared with runs that import it. The data are compared with those of runs that have a task of
+    the same kind and file. If these tasks differ in other fields, the data of the other task are loaded.
+
+    config, environment: configuration and environment of the run that is about to train.
+    """
+    runs = (RunDirectory(directory).read(MANIFEST) or {"runs": []})["runs"]
+    own, faults = config["task"], dict[str, list[Path]]()
+    present = {json.dumps(own): environment["data"]}
+    for _, folder, run in _begun_runs(dict.fromkeys(Path(one["directory"]).parent for one in runs), directory):
+        known = run.read("env") or {}
+        shared = known.get("imports", {}).keys() & environment["imports"].keys()
+        found = {**environment, "data": known.get("data", {})}
+        task = (run.read("config") or {"task": {}})["task"]
+        if _data_of(task) == _data_of(own) and known.get("data") != environment["data"]:
+            task = {**task, "path": own["path"]} if "path" in own else task
+            if (key := json.dumps(task)) not in present:
+                present[key] = asdict(validated(Task, task, "task").new_data().fingerprint)  # type: ignore[type-abstract]
+            found["data"] = present[key]
+        pair = (
+            {"data": {}, **one, "imports": {name: one["imports"][name] for name in shared}} for one in (known, found)
+        )
+        for fault in provenance_changes(*pair):
+            faults.setdefault(fault, []).append(folder)
+    _refuse_faults(faults, directory)
+
+
+def _data_of(task: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the kind of a task and the name of its file of data, without the folder."""
+    return task.get("kind"), Path(str(task.get("path") or "")).name
+
+
+def _begun_runs(cells: Iterable[Path], directory: Path) -> Iterator[tuple[Path, Path, RunDirectory]]:
+    """Yield (cell, folder, run) of every run of these cells, in any phase, that has a result or a checkpoint."""
+    for cell in cells:
+        for phase in PHASES:
+            for path in files_named("env.json", directory / phase / cell):
+                if (run := RunDirectory(path.parent)).begun:
+                    yield cell, directory / phase / cell, run
+
+
+def _refuse_faults(faults: Mapping[str, Sequence[Path]], directory: Path) -> None:
+    """Raise RecipeError if there are faults.
+
+    faults: for each difference of code or data, the folders of the runs that have it.
+    """
     if faults:
-        lines = [f"{fault} ({count} run{'s' if count > 1 else ''})" for fault, count in faults.items()]
+        affected = dict.fromkeys(folder for folders in faults.values() for folder in folders)
+        lines = [f"{fault} ({counted(len(folders), 'run')})" for fault, folders in faults.items()]
         raise RecipeError(
             f"{directory}: runs of this study had other code or data (recorded -> present):\n"
             + "\n".join(first_lines(lines))
@@ -422,11 +486,15 @@ def plan_timing(study: Study, directory: Path, failed: Collection[str] = ()) -> 
         ratio = median(one[base] / one[cell.name] for one in seconds)
         steps = max(1, round(rounds[0][base].experiment.steps * ratio))
         lengths.append(Setting(when={k: (label,) for k, label in cell.labels.items()}, set={"steps": steps}))
-    return [], study.replace(equal="steps", settings=(*study.settings, *lengths))
+    # Not validated, because labels of an axis `steps` are the steps of the baseline alone.
+    return [], study.model_copy(update={"equal": "steps", "settings": (*study.settings, *lengths)})
 
 
 def _timed_run(study: Study, cell: Cell, turn: int) -> PlannedRun:
-    """Return a run of only the first steps of the cell, without diagnostics, callbacks and intermediate checkpoints."""
+    """Return a run of only the first steps of the cell, without diagnostics and intermediate checkpoints.
+
+    It has only the callbacks that may provide signals, because without these its recipe may not run.
+    """
     experiment = changed(study.base, cell.changes)
     steps = min(TIMED_STEPS, experiment.steps)
     timed = experiment.replace(
@@ -435,7 +503,7 @@ def _timed_run(study: Study, cell: Cell, turn: int) -> PlannedRun:
         log_every=max(1, steps // 20),
         checkpoint_every=experiment.steps,
         diagnostics=None,
-        callbacks=(StopAfter(step=steps),),
+        callbacks=(*filter(may_provide, experiment.callbacks), StopAfter(step=steps)),
     )
     labels = {**cell.labels, "timed": f"round {turn + 1}"}
     return PlannedRun(labels, study.seeds[0], timed, f"timing/{cell.directory}/round-{turn + 1}")

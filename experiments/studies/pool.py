@@ -51,6 +51,10 @@ The code is EX_CONFIG of sysexits.h, which neither an ordinary failure nor a sig
 """
 
 
+class EndPool(RecipeError):
+    """An error of a job that ends the whole pool: it is raised by `run_pool`, and no further job is done."""
+
+
 def require_guarded() -> None:
     """End this process if it is a worker process of a pool and is just importing the main script.
 
@@ -86,6 +90,8 @@ class _Worker:
         except (EOFError, OSError):
             self.process.join()
             kind, value = "died", f"its process ended with {_exit(self.process.exitcode)}"
+        if kind == "ended":
+            raise EndPool(value)
         if kind not in ("progress", "warned"):
             self.job = None
         return PoolEvent(job, kind, value)
@@ -100,7 +106,8 @@ def run_pool(work: JobFunction, jobs: Sequence[Any], workers: int, attempts: int
     """Do all jobs in their order on `workers` processes, and yield their events. Leaving the iteration stops the
     processes.
 
-    Raises RecipeError if the script of this process calls `require_guarded` outside of `if __name__ == "__main__"`.
+    Raises RecipeError if the script of this process calls `require_guarded` outside of `if __name__ == "__main__"`, and
+    EndPool if a job raised it.
 
     A job whose process died is started again until it has had `attempts` attempts. A job that raised an error is not
     started again. `work` and the jobs are pickled and processes are spawned, so that a script that calls this function
@@ -169,6 +176,8 @@ def _serve(connection: Connection, work: JobFunction) -> None:
             return
         try:
             send("done", work(job, lambda value: send("progress", value)))
+        except EndPool as error:
+            send("ended", str(error))
         except Exception:
             send("failed", traceback.format_exc())
 

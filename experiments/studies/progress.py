@@ -30,6 +30,11 @@ hundred lines.
 """
 
 
+_TRUSTED = 0.1
+"""Share of a bar after which its time left follows from its progress alone. The first runs of a study may be much
+faster or slower than expected, so that less progress says little about the others."""
+
+
 class Meter:
     """A context manager that shows progress: bars in a terminal, else lines of plain text.
 
@@ -46,6 +51,7 @@ class Meter:
             name, BarColumn(bar_width=16), TextColumn("{task.fields[text]}"), console=self.console, transient=True
         )
         self._first: dict[TaskID, tuple[float, float]] = {}
+        self._expected, self._texts, self._left = dict[TaskID, float](), dict[TaskID, str](), dict[TaskID, float]()
         self._began = self._next = monotonic()
 
     def __enter__(self) -> Self:
@@ -55,34 +61,55 @@ class Meter:
         if self.console.is_terminal:
             self._bars.stop()
 
-    def add(self, name: str, total: float, text: str = "") -> TaskID:
-        """Add a bar that ends at `total`, and return its number. `text` is printed after the bar."""
+    def add(self, name: str, total: float, text: str = "", expected: float = 0.0) -> TaskID:
+        """Add a bar that ends at `total`, and return its number. `text` is printed after the bar.
+
+        expected: expected seconds from 0 to `total`; 0: the time left follows from the progress alone.
+        """
         if self.console.is_terminal:
             self._bars.start()
-        return self._bars.add_task(name, total=total, text=text)
+        bar = self._bars.add_task(name, total=total, text=text)
+        self._expected[bar], self._texts[bar] = expected, text
+        return bar
 
     def remove(self, bar: TaskID) -> None:
         """Remove a bar."""
         self._bars.remove_task(bar)
+        self._left.pop(bar, None)
 
     def update(self, bar: TaskID, done: float, text: str) -> None:
         """Set how far a bar is, and its text. The time left is added to the text.
 
         The time left assumes the speed since the first update of the bar. The start of processes and compilation, which
-        come before, do not count.
+        come before, do not count. If the bar has expected seconds, these count too, the less the more has been done,
+        and no longer after a tenth of the bar. The time left of the first bar is at least that of every other bar.
         """
         now, total = monotonic(), next(task.total or 0.0 for task in self._bars.tasks if task.id == bar)
         began, first = self._first.setdefault(bar, (now, done))
+        self._texts[bar] = text
+        self._left.pop(bar, None)
         if first < done < total and now - began >= 5:
-            minutes, seconds = divmod(round((now - began) * (total - done) / (done - first)), 60)
-            text = f"{text}, about {minutes}:{seconds:02d} left"
-        self._bars.update(bar, completed=done, text=text)
+            share = min(1.0, (done - first) / total / _TRUSTED) if self._expected[bar] else 1.0
+            left = share * (now - began) / (done - first) + (1 - share) * self._expected[bar] / total
+            self._left[bar] = left * (total - done)
+        self._bars.update(bar, completed=done, text=self._described(bar))
+        whole = self._bars.tasks[0].id
+        if bar != whole:
+            self._bars.update(whole, text=self._described(whole))
         if not self.console.is_terminal and now >= self._next:
             shown = (task for place, task in enumerate(self._bars.tasks) if place == 0 or task.id == bar)
             line = "; ".join(f"{task.description}: {task.fields['text']}" for task in shown)
             typer.echo(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}", err=True)
             least, most = _LOG_SECONDS
             self._next = now + min(max(least, (now - self._began) / 20), most)
+
+    def _described(self, bar: TaskID) -> str:
+        """Return the text of a bar, with its time left if that is known."""
+        if bar not in self._left:
+            return self._texts[bar]
+        left = max(self._left.values()) if bar == self._bars.tasks[0].id else self._left[bar]
+        minutes, seconds = divmod(round(left), 60)
+        return f"{self._texts[bar]}, about {minutes}:{seconds:02d} left"
 
     def say(self, text: str) -> None:
         """Print a line of text, with the markup of rich, that stays above the bars."""
@@ -91,13 +118,16 @@ class Meter:
 
 @contextmanager
 def study_progress(
-    prepared: PreparedStudy, study: Study, console: Console | None = None
+    prepared: PreparedStudy, study: Study, console: Console | None = None, workers: int = 1
 ) -> Iterator[Callable[[StudyEvent], None]]:
     """Show the progress of a phase of a study: a bar for all runs, a bar for each run in progress, and a line for each
     finished run. Yield the function that receives the events of the runs.
 
     console: console for the bars and lines. None: standard error.
+    workers: number of processes.
     """
+    from ..training.rundir import RunDirectory
+
     runs, left = len(prepared.runs), len(prepared.left)
     bars: dict[str, TaskID] = {}
     done = runs - left
@@ -108,7 +138,8 @@ def study_progress(
             meter.say(f"timing every cell: {counted(left, 'run')}")
         if done:
             meter.say(f"{done} of {runs} runs are already complete")
-        whole = meter.add("study", 1.0, f"{done} of {runs} runs")
+        expected = sum(prepared.seconds[run.directory] for run in prepared.left) if prepared.measured else 0.0
+        whole = meter.add("study", 1.0, f"{done} of {runs} runs", expected / max(1, min(workers, left)))
 
         def on_event(event: StudyEvent) -> None:
             nonlocal done
@@ -122,7 +153,9 @@ def study_progress(
             elif run.directory in bars:  # runs of other workers have no bar
                 meter.remove(bars.pop(run.directory))
             if event.kind == "died":
-                meter.say(f"{title}: {escape(event.value)}; it is begun again")
+                step = max(RunDirectory(prepared.rendezvous.directory / run.directory).checkpoints(), default=0)
+                again = f"it continues from step {step}" if step else "it starts again, as it has no checkpoint"
+                meter.say(f"{title}: {escape(event.value)}; {again}")
             elif event.kind in ("done", "failed"):
                 done += 1
                 ended = _describe_result(event.value, study.metric) if event.kind == "done" else "[red]failed[/red]"

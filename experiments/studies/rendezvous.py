@@ -24,17 +24,21 @@ import time
 import traceback
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from eigengraft.errors import RecipeError
 
 from ..files import make_directory, write_text, writing
 from ..reports.records import fault_file
 from ..training.experiment import load_experiment
 from ..training.outcome import Result, Tick
 from ..training.train import train
+from .plan import refuse_changed_study
+from .pool import EndPool
 
 HEARTBEAT = 5.0
 """Seconds between two heartbeats of a worker."""
@@ -277,8 +281,18 @@ def train_leased(job: tuple[dict[str, Any], str, Rendezvous], report: Callable[[
         imported before it is validated. The directory of the run is relative to that of the study. The rendezvous has
         leases, and the results of other workers.
     report: function that receives the progress, at most five times a second.
+
+    Raises EndPool, before the first step, if code or data have changed since earlier runs of the study.
     """
     config, run, rendezvous = job
+
+    def require(environment: Mapping[str, Any]) -> None:
+        rendezvous.fetch()
+        try:
+            refuse_changed_study(config, environment, rendezvous.directory)
+        except RecipeError as error:
+            raise EndPool(str(error)) from None
+
     directory = rendezvous.directory / run
     fault = fault_file(directory)
     with rendezvous.leases(run).hold() as number:
@@ -293,7 +307,9 @@ def train_leased(job: tuple[dict[str, Any], str, Rendezvous], report: Callable[[
                     f"the process of this run died in each of {number - 1} attempts, perhaps for lack of memory; "
                     "to try again, give the same command again"
                 )
-            return train(load_experiment(config), directory, _throttled(report))
+            return train(load_experiment(config), directory, _throttled(report), require=require)
+        except EndPool:
+            raise
         except Exception:
             with suppress(OSError):  # the disk may be full; the error that is raised tells the user
                 write_text(fault, traceback.format_exc())  # before other workers see that the run is free

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eigengraft.errors import RecipeError, import_optional
-from eigengraft.optimizers.recipe.overrides import json_value
+from eigengraft.optimizers.recipe.loading import parse_yaml
 
 from ..files import short_name, write_text
 from ..reports.records import fault_file
@@ -66,6 +66,7 @@ class PreparedStudy:
     runs: all runs of the phase.
     left: runs without a result, the longest first.
     seconds: expected seconds of every run, by its directory.
+    measured: number of finished runs whose times have corrected `seconds`.
     """
 
     rendezvous: Rendezvous
@@ -73,6 +74,7 @@ class PreparedStudy:
     runs: tuple[PlannedRun, ...]
     left: tuple[PlannedRun, ...]
     seconds: Mapping[str, float]
+    measured: int
 
 
 def prepare_study(
@@ -87,11 +89,11 @@ def prepare_study(
     rendezvous = rendezvous_at(short_name(study.name), directory, storage)
     rendezvous.fetch()
     planned = plan_study(study, directory, failed)
-    seconds, left = study_cost(planned.next, directory).seconds, list(planned.left)
+    cost, left = study_cost(planned.next, directory), list(planned.left)
     if planned.phase != "timing":  # timed runs keep their order: all cells are timed once before one is timed again
-        left.sort(key=lambda run: -seconds[run.directory])
+        left.sort(key=lambda run: -cost.seconds[run.directory])
     write_manifest(study, planned, directory)
-    return PreparedStudy(rendezvous, planned.phase, planned.next, tuple(left), seconds)
+    return PreparedStudy(rendezvous, planned.phase, planned.next, tuple(left), cost.seconds, cost.measured)
 
 
 def run_study(prepared: PreparedStudy, workers: int | None = None) -> Generator[StudyEvent, None, None]:
@@ -274,4 +276,4 @@ def _option(option: str) -> tuple[str, Any]:
     name, equals, value = option.partition("=")
     if not equals or not re.fullmatch(r"\w+", name):
         raise RecipeError(f"--option: name=value is required, got '{option}'")
-    return name, json_value(value)
+    return name, parse_yaml(value, f"--option '{option}'")

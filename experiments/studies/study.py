@@ -7,6 +7,7 @@ An axis has labels, and each label sets values of fields. Further values can be 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -17,13 +18,20 @@ from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_v
 from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError, counted, did_you_mean, first_lines, near_path
 from eigengraft.optimizers.recipe.loading import YAML_SUFFIXES, parse_yaml, read_yaml
-from eigengraft.optimizers.recipe.overrides import apply_overrides, assign_paths, override_pairs
+from eigengraft.optimizers.recipe.overrides import assign_paths, override_pairs
 
 from ..files import LABEL, short_name
 from ..reports.records import METRICS, Metric, error_line, is_rate, metric_of
 from ..reports.seed_statistics import Target
 from ..tasks.base import MetricName
-from ..training.experiment import Experiment, FolderName, load_experiment, read_experiment, with_imports
+from ..training.experiment import (
+    Experiment,
+    FolderName,
+    load_experiment,
+    read_experiment,
+    with_imports,
+    with_overrides,
+)
 from ..training.imports import resolve_paths
 from .tuning import CoordinateDescent, Seeds, Tuning
 
@@ -127,13 +135,20 @@ def located_axis(axis: str, choices: Any, home: Path) -> Any:
 
 def as_label(value: Any) -> str:
     """Return the label of a value. Raises ValueError if its text cannot be part of a directory's name."""
-    text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    text = _text_of(value)
     if not LABEL.fullmatch(text):
         raise ValueError(
             f"{text!r} cannot be a label, which has only letters, digits and . _ + -; give the axis as a mapping "
             "label -> {path: value}"
         )
     return text
+
+
+def _text_of(value: Any) -> str:
+    """Return the text of a value on an axis. For a component or a recipe, it is the kind or the base."""
+    if isinstance(value, Mapping):
+        value = value.get("kind", value.get("base", value))
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def changed_paths(choices: Mapping[str, Changes]) -> set[str]:
@@ -264,6 +279,7 @@ class Study(Component):
                     "of the two"
                 )
         self._require_labels()
+        self._require_true_labels()
         return self
 
     def _require_labels(self) -> None:
@@ -300,6 +316,21 @@ class Study(Component):
                 f"cell with {compared}={baseline} is excluded; exclude both cells"
             )
 
+    def _require_true_labels(self) -> None:
+        """Raise ValueError if a setting replaces a value on an axis whose labels are its values."""
+        for axis, labels in self.axes.items():
+            if any(axis not in changes or _text_of(changes[axis]) != label for label, changes in labels.items()):
+                continue  # the labels are names
+            for setting in self.settings:
+                for path in {axis, f"{axis}.kind"} & setting.set.keys():
+                    text = _text_of(setting.set[path])
+                    if other := [label for label in setting.when.get(axis, labels) if label != text]:
+                        raise ValueError(
+                            f"settings: '{path}' is set by the axis '{axis}', whose label {other[0]} would be trained "
+                            f"with {text}; remove '{path}' from the settings, or give the axis as a mapping label -> "
+                            "{path: value}"
+                        )
+
     def run(self, directory: str | Path | None = None, workers: int | None = None, progress: bool = True) -> Report:
         """Do all searches and runs that are not done yet, and return the report.
 
@@ -320,8 +351,12 @@ class Study(Component):
         # These are imported here, because they import this module.
         running, shown = (import_module(f"{__package__}.{name}") for name in ("running", "progress"))
         place = Path("runs") / short_name(self.name) if directory is None else Path(directory)
+        count = workers or running.available_cores()
         failed = running.complete_study(
-            self, place, workers, (lambda prepared: shown.study_progress(prepared, self)) if progress else None
+            self,
+            place,
+            workers,
+            (lambda prepared: shown.study_progress(prepared, self, None, count)) if progress else None,
         )
         if failed:
             lines = [f"{run}: {error_line(reason)}" for run, reason in failed.items()]
@@ -359,10 +394,11 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
     """
     if isinstance(source, (str, Path)):
         path = _existing(source)
+        changes = list(overrides or ())
         try:
-            return validated(Study, _read_with(path, list(overrides or ())))
+            return validated(Study, _read_with(path, changes))
         except RecipeError as error:
-            raise RecipeError(f"{path} does not describe a study:\n{error}") from error
+            raise RecipeError(f"{with_overrides(path, changes)} does not describe a study:\n{error}") from error
     raw = source.model_dump(mode="json") if isinstance(source, Study) else dict(source)
     axes, own = split_axes(overrides or ())
     return validated(Study, _with_axes(_overridden(raw, own), axes))
@@ -374,12 +410,20 @@ def _overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, 
     Overrides of `imports` are applied first, and the imports of the base experiment are executed. Then all other fields
     are changed.
     """
-    pairs = override_pairs(overrides)
+    pairs = _pairs(overrides)
     data = assign_paths(data, [pair for pair in pairs if pair[0] == "base.imports"])
     base = data.get("base")
     if isinstance(base, Mapping):
         data["base"] = with_imports(base)
     return assign_paths(data, [pair for pair in pairs if pair[0] != "base.imports"])
+
+
+def _pairs(overrides: Iterable[str]) -> list[tuple[str, Any]]:
+    """Return (dotted path, value) of every override, with values in YAML."""
+    overrides = list(overrides)
+    for override in overrides:
+        parse_yaml(override.partition("=")[2], f"override '{override}'")  # names the override in an error
+    return override_pairs(overrides, parse_yaml)
 
 
 def split_axes(overrides: Iterable[str]) -> tuple[dict[str, list[Any]], list[str]]:
@@ -393,7 +437,9 @@ def split_axes(overrides: Iterable[str]) -> tuple[dict[str, list[Any]], list[str
     for override in overrides:
         path, equals, text = override.partition("=")
         values = _values(text) if equals else []
-        if len(values) < 2 or path in _TEXTS:
+        if path in _TEXTS and text.strip() and text.strip()[0] not in "'\"":
+            own.append(f"{path}={json.dumps(text)}")  # a text is not parsed as YAML
+        elif len(values) < 2 or path in _TEXTS:
             own.append(override)
         elif path in Study.model_fields:
             own.append(f"{path}=[{text}]")
@@ -433,7 +479,7 @@ def _read_with(path: Path, overrides: list[str]) -> dict[str, Any]:
     of_study = [one for one in own if one.partition("=")[0].split(".")[0] in Study.model_fields]
     base = load_experiment(path, [one.removeprefix("base.") for one in own if one not in of_study])
     data = {"name": path.stem, "base": base.model_dump(mode="json"), "axes": axes}
-    return apply_overrides(data, of_study)
+    return assign_paths(data, _pairs(of_study))
 
 
 def shipped_studies() -> dict[str, Path]:
@@ -443,6 +489,8 @@ def shipped_studies() -> dict[str, Path]:
 
 def _existing(source: str | Path) -> Path:
     path = shipped_studies().get(str(source), Path(source))
+    if path.is_dir():
+        raise RecipeError(f"study: '{source}' is a directory; give a study file")
     if not path.is_file():
         names = ", ".join(shipped_studies())
         hint = near_path(path, YAML_SUFFIXES) or f"; the shipped studies are {names}"

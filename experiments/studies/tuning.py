@@ -31,7 +31,7 @@ def _distinct(seeds: tuple[int, ...]) -> tuple[int, ...]:
     return seeds
 
 
-Seeds = Annotated[tuple[int, ...], AfterValidator(_distinct)]
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], AfterValidator(_distinct)]
 """Seeds, all of which are different."""
 
 

@@ -205,6 +205,11 @@ class WandB(Tracker):
             yield lambda step, values: began.log(dict(values), step=step)
 
 
+def may_provide(callback: Callback) -> bool:
+    """Return True if a callback has a `started` of its own, which may provide signals."""
+    return type(callback).started not in (Callback.started, Tracker.started)
+
+
 @dataclass(frozen=True)
 class Callbacks:
     """The callbacks of a run. Rank 0 calls them, and every rank obeys their decisions.

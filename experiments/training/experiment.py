@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -18,7 +18,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 import eigengraft
 from eigengraft.component import OTHER_NAMES, Component, TextForm, validated
-from eigengraft.errors import RecipeError, did_you_mean, near_path
+from eigengraft.errors import RecipeError, did_you_mean, name_some, near_path
 from eigengraft.optimizers.recipe.loading import YAML_SUFFIXES, parse_yaml, raw_recipe, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides, override_pairs, refuse_empty
 
@@ -201,7 +201,8 @@ def load_experiment(
     Raises:
         RecipeError: the experiment is invalid. The message has one line for each fault.
     """
-    own, recipes = split_overrides(overrides or ())
+    given = list(overrides or ())
+    own, recipes = split_overrides(given)
     if isinstance(source, (str, Path)):
         path, recorded = Path(source), Path(source) / "config.json"
         data = read_experiment(recorded if recorded.is_file() else path)
@@ -224,12 +225,23 @@ def load_experiment(
             several = [text for text in own if re.search(r"=[^\[{'\"]*,", text)]
             ablation = f"eigengraft ablate {source} {' '.join(several)}"
             hint = f"\nan experiment takes one value; compare several with: {ablation}"
-            raise RecipeError(f"{source} does not describe an experiment:\n{error}{hint if several else ''}") from error
+            where = with_overrides(source, given)
+            raise RecipeError(f"{where} does not describe an experiment:\n{error}{hint if several else ''}") from error
         raise
+
+
+def with_overrides(source: str | Path, overrides: Sequence[str]) -> str:
+    """Return a file and the overrides of its data as a text for errors, because a fault may be one of the overrides."""
+    return f"{source} with {name_some(overrides, 3)}" if overrides else str(source)
 
 
 def read_experiment(path: Path) -> dict[str, Any]:
     """Return the mapping in an experiment file. Paths of files in it no longer depend on the working directory."""
+    if path.is_dir():
+        raise RecipeError(
+            f"experiment: the directory '{path}' has no run, because it has no config.json; give an experiment file or "
+            "the directory of a run"
+        )
     if not path.is_file():
         hint = near_path(path, YAML_SUFFIXES) or "; give an existing file"
         raise RecipeError(f"experiment: there is no file '{path}'{hint}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from eigengraft.numerics import local
 from ..provenance import provenance_of
 from ..tasks import Batch, Metrics
 from ..tasks.base import training_batch
-from .callbacks import Callbacks, RunView, no_batch
+from .callbacks import Callbacks, RunView, may_provide, no_batch
 from .divergence import Divergence, Fault, worse_than_at_first
 from .environment import describe_environment, describe_provenance, record_environment, require_provenance
 from .experiment import Experiment
@@ -158,9 +159,11 @@ class Trainer:
         self.fault: Fault | None = None
         self.skipped, self.clipped = 0, torch.zeros((), dtype=torch.int64, device=self.device)
 
-    def run(self, progress: Callable[[Tick], None] | None) -> Result:
-        """Train from the last checkpoint, or from the start, to the end, and return the result."""
-        self._continue()
+    def run(
+        self, progress: Callable[[Tick], None] | None, require: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> Result:
+        """Train from the last checkpoint, or from the start, to the end, and return the result. See `train`."""
+        self._continue(require)
         with self._recorded_errors(self.step + 1):
             self.callbacks.start()
         metrics: Metrics | None = None
@@ -397,7 +400,7 @@ class Trainer:
             notes["device_rng"] = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         save_checkpoint(self.directory, self.ranks, self.model, self.optimizer, notes, self.branch)
 
-    def _continue(self) -> None:
+    def _continue(self, require: Callable[[Mapping[str, Any]], None] | None) -> None:
         """Restore the last checkpoint, if any. Raises RecipeError if code or data have changed since the first step."""
         found = describe_environment(self.dataset.fingerprint, self.device, self.ranks.size, self.experiment)
         declared = self.experiment.model_dump_json(exclude={"imports"})
@@ -406,6 +409,8 @@ class Trainer:
                 "ranks: experiment, code or data differ between ranks; compare the versions of torch, numpy and "
                 "eigengraft, the files in `imports` and the files of the task on each machine"
             )
+        if require is not None:
+            self.ranks.on_first(lambda: require(found))
         self.ranks.on_first(lambda: record_environment(self.directory, found))
         notes = load_checkpoint(self.directory, self.ranks, self.model, self.optimizer)
         if notes is not None:
@@ -445,6 +450,7 @@ def train(
     progress: Callable[[Tick], None] | None = None,
     checked: bool = False,
     extend: bool = False,
+    require: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Result:
     """Run an experiment in a directory, continue it there, or return the result that it already has.
 
@@ -457,6 +463,8 @@ def train(
         progress: function that receives a `Tick` after every step. None: no progress is reported.
         checked: if True, a stage that breaks its contract raises ContractError; steps are slower.
         extend: if True, a run in the directory that has fewer steps is continued to those of the experiment.
+        require: function that receives the environment of the run before its first step, and raises an error if the run
+            may not be trained. None: every environment is accepted.
 
     Returns:
         The result, which is also written to result.json.
@@ -504,7 +512,24 @@ def train(
                     next_step = max(run.checkpoints(), default=0) + 1
                     run.write("fault", asdict(Fault.of_error(error, next_step)))
                 raise
-            return trainer.run(progress if ranks.first else None)
+            return trainer.run(progress if ranks.first else None, require)
+
+
+def require_startable(experiment: Experiment) -> None:
+    """Raise RecipeError if a run would end before its first step: the optimizer cannot be made, nothing provides a
+    signal that the recipe needs, or the package of a callback is not installed. Nothing is written.
+
+    A run with callbacks that have their own `started` is not checked, because `started` may provide signals and write
+    files.
+    """
+    if any(map(may_provide, experiment.callbacks)):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run itself warns
+        model, rates = experiment.task.new_model(experiment.seed), (experiment.lr, experiment.weight_decay)
+        options: dict[str, Any] = {"steps": experiment.steps, "silence": experiment.silence}
+        optimizer = eigengraft.compose(experiment.run_recipe, model, *rates, **options)
+        Callbacks(experiment.callbacks, RunView(model, optimizer, Path(), ()), Ranks()).start()
 
 
 def _advice(run: RunDirectory) -> str:

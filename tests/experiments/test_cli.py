@@ -279,12 +279,16 @@ class TestProgress:
         assert 300 < len(written) < 400 and lines[-1].endswith(" left")
 
 
-def test_a_study_estimates_the_time_left_from_the_first_progress_of_a_run(monkeypatch):
+def shown_progress(monkeypatch, events, left=(), seconds=(), **options):
+    """What a study of twelve runs shows for (time, kind of event, step of 60 of one run, fraction of the study).
+
+    left: names of runs without a result, whose expected `seconds` were corrected by finished ones."""
     clock, shown = {"now": 0.0}, {}
     monkeypatch.setattr(progress, "monotonic", lambda: clock["now"])
-    prepared = SimpleNamespace(phase="", runs=range(12), left=range(12))
+    of_study = {"seconds": dict(zip(left, seconds, strict=True)), "measured": len(left)}
+    runs = [SimpleNamespace(directory=name) for name in left] or range(12)
+    prepared = SimpleNamespace(phase="", runs=range(12), left=runs, **of_study)
     run = SimpleNamespace(directory="a", title="a", experiment=SimpleNamespace(steps=60))
-    tick = SimpleNamespace(step=1, steps=60, loss=1.0, step_ms=1.0)
     result = SimpleNamespace(val_loss=1.0, val_accuracy=None, metrics={}, seconds=1.0)
     update = progress.Progress.update
     monkeypatch.setattr(
@@ -292,16 +296,54 @@ def test_a_study_estimates_the_time_left_from_the_first_progress_of_a_run(monkey
         "update",
         lambda self, bar, **new: shown.update({(clock["now"], bar): new["text"]}) or update(self, bar, **new),
     )
-    with progress.study_progress(prepared, SimpleNamespace(metric="val_loss"), Console(file=StringIO())) as on_event:
-        for now, kind, value, fraction in (
-            (0.0, "started", None, 0.0), (60.0, "progress", tick, 0.02), (62.0, "progress", tick, 0.05),
-            (66.0, "progress", tick, 0.12), (70.0, "done", result, 0.22),
-        ):  # fmt: skip
+    study, console = SimpleNamespace(metric="val_loss"), Console(file=StringIO())
+    with progress.study_progress(prepared, study, console, **options) as on_event:
+        for now, kind, step, fraction in events:
             clock["now"] = now
+            tick = SimpleNamespace(step=step, steps=60, loss=1.0, step_ms=1.0)
+            value = {"started": None, "progress": tick, "done": result}[kind]
             on_event(SimpleNamespace(kind=kind, run=run, value=value, fraction=fraction))
-    none = dict.fromkeys((60.0, 62.0), "0 of 12 runs")
-    study = {now: text for (now, bar), text in shown.items() if bar == 0}
-    assert study == {**none, 66.0: "0 of 12 runs, about 0:53 left", 70.0: "1 of 12 runs, about 0:39 left"}
+    return {now: text for (now, bar), text in shown.items() if bar == 0}
+
+
+def test_a_study_estimates_the_time_left_from_the_first_progress_of_a_run(monkeypatch):
+    events = [(0.0, "started", 0, 0.0), (60.0, "progress", 1, 0.02), (62.0, "progress", 1, 0.05)]
+    events += [(66.0, "progress", 1, 0.12), (70.0, "done", 1, 0.22)]
+    assert shown_progress(monkeypatch, events) == {
+        **dict.fromkeys((60.0, 62.0), "0 of 12 runs"),
+        66.0: "0 of 12 runs, about 0:53 left",
+        70.0: "1 of 12 runs, about 0:39 left",
+    }
+
+
+@pytest.mark.parametrize(("step", "says"), [(None, "starts again"), (7, "continues from step 7")])
+def test_a_study_says_where_a_run_goes_on_whose_process_died(tmp_path, step, says):
+    (tmp_path / "a" / ("" if step is None else f"checkpoint-{step}")).mkdir(parents=True)
+    place = SimpleNamespace(directory=tmp_path)
+    prepared = SimpleNamespace(phase="", runs=range(1), left=range(1), measured=0, rendezvous=place)
+    run, printed = SimpleNamespace(directory="a", title="a", experiment=SimpleNamespace(steps=60)), StringIO()
+    with progress.study_progress(prepared, SimpleNamespace(metric="val_loss"), Console(file=printed)) as on_event:
+        for kind in ("started", "died"):
+            on_event(SimpleNamespace(kind=kind, run=run, value="signal SIGKILL", fraction=0.0))
+    assert printed.getvalue().startswith("a: signal SIGKILL; it ") and says in printed.getvalue()
+
+
+def test_a_study_has_no_less_time_left_than_its_run_in_the_same_line(monkeypatch, capsys):
+    events = [(0.0, "started", 0, 0.0), (60.0, "progress", 1, 0.1), (66.0, "progress", 2, 0.6)]
+    events += [(80.0, "progress", 3, 0.7)]
+    shown_progress(monkeypatch, events)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.findall(r"about (\d+:\d\d) left", last) == ["9:30", "9:30"]
+    events[-1] = (80.0, "done", 3, 0.7)
+    assert shown_progress(monkeypatch, events)[80.0] == "1 of 12 runs, about 0:10 left"
+
+
+def test_a_study_first_estimates_the_time_that_is_announced_if_runs_have_been_measured(monkeypatch):
+    events = [(0.0, "started", 0, 0.0), (60.0, "progress", 0, 0.02), (66.0, "progress", 30, 0.03)]
+    events += [(76.0, "progress", 45, 0.2)]
+    own = shown_progress(monkeypatch, events, left=["a", "b"], seconds=[2000.0, 580.0], workers=3)
+    assert own[66.0].endswith(", about 19:44 left")  # 9/10 of 1290 s and 1/10 of 600 s, times 0.97
+    assert own[76.0].endswith(", about 1:11 left")  # by the progress alone
 
 
 @pytest.mark.parametrize(
@@ -615,6 +657,10 @@ WRONG = {
     "a list": (["train", "list.yaml"], ("list.yaml", "task", "recipe")),
     "no task": (["train", "part.yaml"], ("part.yaml", "task")),
     "unknown key": (["train", "key.yaml"], ("key.yaml", "stepz", "steps")),
+    "a wrong value of an override": (["train", "exp.yaml", "lr=abc"], ("exp.yaml with lr=abc", "lr")),
+    "a wrong value of an override of a study": (["ablate", "demo", "seeds=2"], ("demo.yaml with seeds=2", "seeds")),
+    "a directory without a run": (["train", "."], ("directory '.'", "config.json")),
+    "a directory in place of a study": (["ablate", "."], ("directory", "study file")),
     "unknown key in the task": (["train", "exp.yaml", "task.widht=3"], ("task.widht", "width")),
     "unknown override": (["train", "exp.yaml", "stpes=3"], ("stpes", "steps")),
     "unknown override of the recipe": (

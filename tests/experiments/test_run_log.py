@@ -159,8 +159,10 @@ def test_a_loss_that_is_not_finite_is_forgotten_when_its_step_is_logged_again(tm
     for step, loss in enumerate([2.0, 1.9, N], start=1):
         log.row(step, loss)
     assert diagnose(tmp_path).findings[0].step == 3  # also while the run trains
+    log = RunLog(tmp_path, "my text", 4)
     log.row(3, 1.8)
     assert not (tmp_path / "fault.json").exists()
+    log = RunLog(tmp_path, "my text", 4)
     log.row(3, N)
     again = RunLog(tmp_path, "my text", 4)
     again.row(2, 1.9)
@@ -283,6 +285,8 @@ def test_runs_with_nothing_but_a_training_loss_are_compared_by_it(tmp_path: Path
         ("loss\n1\n", {"loss": "loss"}, ("step",)),
         ("step,accuracy\n1,2\n", {}, ("loss", "val_loss")),
         ("step,loss,eval\n1,2,3\n", {"val_loss": "evall"}, ("val_loss=evall", "'eval'")),
+        ("step,loss,val\n1,2,3\n", {}, ("'val'", "val_loss=val", "val=val")),
+        ("step,loss,Eval/Loss\n1,2,3\n", {}, ("val_loss=Eval/Loss",)),
         ("step,loss\n-5,2\n3,1\n", {}, ("row 1", "-5")),
         ("step,loss\n1,2\n1.5,1\n", {}, ("row 2", "1.5")),
     ],
@@ -318,6 +322,15 @@ def test_a_named_column_comes_before_a_column_with_its_name(
     assert (row["loss"], row["val_loss"], others) == expected
 
 
+def test_a_column_with_the_name_of_a_validation_loss_is_kept_if_it_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    file.write_text("step,loss,val\n1,2,3\n")
+    for columns, expected in (({"val": "val"}, (None, 3.0)), ({"val_loss": "val"}, (3.0, None))):
+        run = import_run(file, tmp_path / next(iter(columns)), "t", columns)
+        (row,) = JsonLines(run / "metrics.jsonl").rows()
+        assert (row["val_loss"], row.get("val")) == expected
+
+
 def test_logged_columns_never_replace_the_run_they_belong_to(tmp_path: Path) -> None:
     with RunLog(tmp_path / "mine" / "seed-4", "t", 1) as log:
         log.row(1, 1.0, seed=77, status=5, variant=6, **{"axis.run": 8})
@@ -332,5 +345,9 @@ def test_steps_outside_of_the_run_and_values_that_are_no_numbers_are_refused(tmp
         log.row(3, 1.0)
     with refused(ValueError, "loss", "low"):
         log.row(1, "low")  # type: ignore[arg-type]
+    log.row(1, 1.0)
+    with refused(ValueError, "step", 1, "RunLog"):
+        log.row(1, 2.0)
+    assert [row["loss"] for row in log.rows] == [1.0]
     with refused(RecipeError, tmp_path / "run"):
         RunLog(tmp_path / "run", "other text", 2)

@@ -179,6 +179,22 @@ def test_a_learning_rate_that_was_not_tuned_is_a_notice(done, tmp_path, no_pictu
     assert len(collect_results(tmp_path)["rows"]) == len(manifest["runs"])  # such runs may be kept as results
 
 
+@pytest.mark.parametrize(
+    ("soap", "says"),
+    [
+        ({"values": [3.0, 1.0]}, "Lowest final validation loss: soap, 1.000."),
+        ({"values": [3.0, None]}, "Lowest final validation loss: adamw, 2.000."),
+        (None, "Only adamw has complete runs: validation loss 2.000."),
+    ],
+    ids=["complete", "diverged", "not run"],
+)
+def test_a_lowest_loss_is_one_of_several(tmp_path, no_pictures, soap, says):
+    runs = [("adamw", 0, {"recipe": ADAM, "values": [4.0, 2.0]}), ("soap", 0, soap and {"recipe": SOAP, **soap})]
+    write_study(tmp_path, runs)
+    text = " ".join(Page(Report(tmp_path).write().read_text(encoding="utf-8")).text.split())
+    assert says in text and text.count("Lowest final") + text.count("Only adamw") == 1
+
+
 def test_page_says_the_numbers(study, no_pictures):
     page = Page(Report(study).write().read_text(encoding="utf-8"))
     text = " ".join(page.text.split())

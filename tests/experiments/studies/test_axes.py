@@ -12,7 +12,7 @@ from eigengraft.experiments.cli.study import sentence
 from eigengraft.experiments.studies.plan import plan_runs
 from eigengraft.experiments.studies.preview import preview_study
 from eigengraft.experiments.studies.run_cost import study_cost
-from eigengraft.experiments.studies.running import available_cores, prepare_study
+from eigengraft.experiments.studies.running import _option, available_cores, prepare_study
 from eigengraft.experiments.studies.study import load_study, split_axes
 from eigengraft.experiments.training.train import train
 
@@ -178,6 +178,38 @@ def test_the_command_lists_cells_and_differences_and_writes_nothing(tmp_path):
 def test_a_comma_in_a_text_of_a_study_separates_nothing():
     study = load_study("demo", ["description=a, b", "tuned_in=grid A, grid B", "seeds=4,5"])
     assert (study.description, study.tuned_in, study.seeds) == ("a, b", "grid A, grid B", (4, 5))
+    assert load_study("demo", ["description=is it: [faster", "name='a'"]).model_dump(
+        include={"description", "name"}
+    ) == {
+        "description": "is it: [faster",
+        "name": "a",
+    }
+
+
+def test_values_of_overrides_are_yaml_as_in_a_file(tmp_path: Path) -> None:
+    own = {"base": TINY, "axes": {"recipe": ["adamw"]}}
+    changes = ["axes.recipe=[adamw, muon]", "base.callbacks=[tensorboard]", "base.schedule={kind: cosine}"]
+    found = load_study(own, changes)
+    assert list(found.axes["recipe"]) == ["adamw", "muon"]
+    assert (found.base["callbacks"], found.base["schedule"]) == (["tensorboard"], {"kind": "cosine"})
+    file = tmp_path / "mine.yaml"
+    file.write_text("{task: digits, recipe: adamw, steps: 9}")
+    assert load_study(file, ["lr=0.1,0.2", "baseline={lr: 0.2}", "seeds=[3]"]).baseline == {"lr": "0.2"}
+    for overrides, says in ((["seeds=[a]"], ("seeds", "'a'")), (["base.task={kind"], ("base.task", "{kind", "brace"))):
+        with refused(RecipeError, *says):
+            load_study(own, overrides)
+
+
+@pytest.mark.parametrize(
+    ("option", "pair"),
+    [
+        ("slurm_partition=gpu", ("slurm_partition", "gpu")),
+        ("timeout_min=5", ("timeout_min", 5)),
+        ("slurm_additional_parameters={account: a}", ("slurm_additional_parameters", {"account": "a"})),
+    ],
+)
+def test_options_of_jobs_are_yaml_too(option, pair):
+    assert _option(option) == pair
 
 
 def test_several_values_of_an_override_are_an_axis() -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from eigengraft import RecipeError
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.studies import study as study_file
 from eigengraft.experiments.studies.plan import cells, plan_runs, refuse_changed, refuse_other_provenance
+from eigengraft.experiments.studies.preview import preview_study
 from eigengraft.experiments.studies.running import complete_study, prepare_study, run_study
 from eigengraft.experiments.studies.study import Study, load_study, shipped_studies
 from eigengraft.experiments.training.train import train
@@ -131,11 +133,45 @@ def test_labels_of_settings_and_baseline_may_be_values():
         ({"seeds": []}, ("seeds", 1)),
         ({"metric": "loss"}, ("metric", "val_loss")),
         ({"sedes": [1]}, ("sedes",)),
+        ({"seeds": [0, -1]}, ("seeds", -1)),
+        ({"tune": {"seeds": [-7]}}, ("tune", "seeds", -7)),
+        (
+            {"axes": {"lr": [0.1, 0.01]}, "settings": [{"when": {"lr": 0.1}, "set": {"lr": 0.3}}]},
+            ("settings", "lr", 0.1, 0.3),
+        ),
+        (
+            {
+                "axes": {"recipe": ["adamw", "soap"], "steps": [4, 6]},
+                "settings": [{"when": {"recipe": "soap"}, "set": {"steps": 4}}],
+            },
+            ("settings", "steps", 6, 4),
+        ),
+        (
+            {
+                "axes": {"task": ["digits", "byte_lm"]},
+                "settings": [{"when": {"task": "digits"}, "set": {"task.kind": "byte_lm"}}],
+            },
+            ("settings", "task.kind", "digits", "byte_lm"),
+        ),
     ],
 )
 def test_wrong_studies(fields, says):
     with refused(RecipeError, *says):
         study(**fields)
+
+
+@pytest.mark.parametrize(
+    ("axes", "setting"),
+    [
+        ({"lr": {"high": {"lr": 0.1}, "low": {"lr": 0.01}}}, {"when": {"lr": "high"}, "set": {"lr": 0.3}}),
+        ({"lr": [0.1, 0.01]}, {"when": {"lr": 0.1}, "set": {"lr": 0.1, "steps": 9}}),
+        ({"recipe": ["adamw", "soap"]}, {"when": {"recipe": "soap"}, "set": {"update.eigenbasis.refresh.steps": 2}}),
+        ({"recipe": ["adamw", "soap"]}, {"when": {"recipe": "soap"}, "set": {"recipe": {"base": "soap", "lr": 0.1}}}),
+        ({"task": ["digits"]}, {"when": {"task": "digits"}, "set": {"task": {"kind": "digits", "width": 4}}}),
+    ],
+)
+def test_settings_may_change_what_a_label_does_not_say(axes, setting):
+    assert plan_runs(study(axes=axes, settings=[setting]))
 
 
 @pytest.mark.parametrize(
@@ -150,6 +186,49 @@ def test_wrong_studies(fields, says):
 def test_wrong_cells_are_all_named_before_any_run(fields, says):
     with refused(RecipeError, *says):
         plan_runs(study(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"axes": {"recipe": ["adamw", "sophia"]}}, ("recipe=sophia", "update.diagonal_newton", "hessian_diagonal")),
+        ({"axes": {"recipe": ["adamw", "sophia"]}, "tune": {"seeds": [7]}}, ("recipe=sophia", "hessian_diagonal")),
+        ({"axes": {"method": {"sophia": {"recipe": "sophia"}}}, "equal": "seconds"}, ("method=sophia",)),
+        ({"axes": {"callbacks": {"none": {}, "log": {"callbacks": ["wandb"]}}}}, ("callbacks=log", "wandb")),
+    ],
+)
+def test_cells_whose_runs_cannot_start_are_refused_before_any_run(fields, says, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    one = study(**fields)
+    for check in (prepare_study, preview_study):
+        with refused(RecipeError, *says):
+            check(one, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+PROVIDED = """
+from typing import Literal
+import torch
+from eigengraft.experiments.training.callbacks import Callback
+
+class Hessian(Callback):
+    kind: Literal["hessian"] = "hessian"
+
+    def started(self, run):
+        (run.directory / "started").touch()
+        ones = {parameter: torch.ones_like(parameter) for parameter in run.model.parameters()}
+        run.optimizer.provide("hessian_diagonal", lambda: ones)
+"""
+
+
+def test_a_callback_of_ones_own_may_provide_a_signal_and_is_not_called_by_a_preview(tmp_path):
+    (tmp_path / "provided.py").write_text(PROVIDED)
+    base = {**TINY, "imports": [str(tmp_path / "provided.py")], "callbacks": ["hessian"]}
+    assert preview_study(study(base=base, axes={"recipe": ["sophia"]}), tmp_path / "out").runs == 1
+    assert not (tmp_path / "out").exists()
+    timed = prepare_study(study(base=base, axes={"recipe": ["sophia"]}, equal="seconds"), tmp_path / "out").left[0]
+    assert [type(one).__name__ for one in timed.experiment.callbacks] == ["Hessian", "StopAfter"]
+    assert not train(timed.experiment, tmp_path / "timed").diverged
 
 
 def test_every_wrong_cell_is_named():

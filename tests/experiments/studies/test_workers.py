@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.sharedctypes import RawArray
 
@@ -17,6 +18,7 @@ import sqlalchemy
 from eigengraft import RecipeError
 from eigengraft.experiments.files import files_named
 from eigengraft.experiments.studies import database, rendezvous, running
+from eigengraft.experiments.studies.plan import refuse_changed_study
 from eigengraft.experiments.studies.pool import PoolEvent
 from eigengraft.experiments.studies.rendezvous import FileLeases
 from eigengraft.experiments.studies.running import StudyJob, complete_study, prepare_study, run_study, submit_study
@@ -450,6 +452,9 @@ def test_jobs_of_a_cluster_share_the_runs(tmp_path, monkeypatch):
         (["--option", "timeout_min=5"], ("--option", "--submit")),
         (["--storage", "sqlite:///x.db", "--submit", "local"], ("--storage",)),
         (["--storage", "sqlite:///x.db", "--dry-run"], ("--storage",)),
+        (["--submit", "local", "--dry-run"], ("--submit", "--dry-run")),
+        (["--jobs", "2", "--dry-run"], ("--jobs", "--submit")),
+        (["--option", "timeout_min=5", "--dry-run"], ("--option", "--submit")),
         (["--submit", "local"], ("--submit", "submitit", "pip install submitit")),
     ],
 )
@@ -460,6 +465,79 @@ def test_options_of_jobs_that_do_not_fit_are_refused(options, says, tmp_path, mo
     assert done.exit_code == 2
     check_said(" ".join(done.output.split()), *says)
     assert not (tmp_path / "out").exists()
+
+
+def study_of_a_file(tmp_path, axes):
+    """A study on a file of text, and the file."""
+    file = tmp_path / "text"
+    file.write_bytes(b"one thing " * 1000)
+    task = {"kind": "byte_lm", "path": str(file), "width": 8, "heads": 2, "layers": 1, "context": 8, "batch_size": 4}
+    return load_study({"base": {**TINY, "task": task}, "axes": axes, "seeds": [0, 1]}), file
+
+
+def after_the_first(change):
+    """What watches a study, and calls a function when its first run has ended."""
+    ended = []
+
+    @contextmanager
+    def watch(prepared):
+        def on_event(event):
+            if event.kind == "done" and not ended:
+                change()
+            ended.extend([event.run] if event.kind == "done" else [])
+
+        yield on_event
+
+    return watch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("axes", [{"lr": [0.1, 0.01, 0.001]}, {"task.width": [8, 16, 24]}], ids=["equal", "other"])
+def test_data_that_change_while_a_study_runs_stop_it_like_the_next_command(tmp_path, monkeypatch, workers, axes):
+    """Also if the tasks of the cells differ in other fields. No run fails by it."""
+    fork_what_is_spawned(monkeypatch)
+    one, file = study_of_a_file(tmp_path, axes)
+    change = partial(file.write_bytes, b"two thing " * 1000)
+    with pytest.raises(RecipeError, match="had other code or data") as caught:
+        complete_study(one, tmp_path / "out", workers, after_the_first(change))
+    assert f"data of {file}: " in str(caught.value) and "rm -r" in str(caught.value)
+    assert 1 <= len(trajectories(tmp_path / "out")) <= workers
+    assert not list((tmp_path / "out").rglob("*.error.txt"))
+    with pytest.raises(RecipeError) as again:
+        prepare_study(one, tmp_path / "out")
+    assert str(again.value).splitlines()[0] == str(caught.value).splitlines()[0]
+    file.write_bytes(b"one thing " * 1000)
+    assert complete_study(one, tmp_path / "out", workers) == {}
+    assert len(trajectories(tmp_path / "out")) == 6
+
+
+def test_a_worker_compares_its_run_with_those_of_other_workers_alone_where_they_share_something(tmp_path, monkeypatch):
+    """Files that only other cells import, and data of other tasks, may differ."""
+    monkeypatch.setattr(running, "run_pool", in_this_process)
+    one, file = study_of_a_file(tmp_path, {"lr": [0.1, 0.01]})
+    assert complete_study(one, tmp_path / "out") == {}
+    paths = sorted((tmp_path / "out").rglob("env.json"))
+    first, before = paths[0], [path.read_text() for path in paths]
+    config, environment = (json.loads(first.with_name(f"{name}.json").read_text()) for name in ("config", "env"))
+    check = partial(refuse_changed_study, config, environment, tmp_path / "out")
+    check()
+    for known, now, says in [
+        ({"imports": {"own.py": "a"}}, {"imports": {"own.py": "b"}}, "imports own.py: a -> b (4 runs)"),
+        ({"imports": {"own.py": "a"}}, {"imports": {"other.py": "b"}}, None),
+        ({"torch": "0.1"}, {}, "torch: 0.1 -> "),
+        ({"data": {"source": "text", "sha256": "c"}}, {}, f"data of {file}: c -> "),
+    ]:
+        for path, text in zip(paths, before, strict=True):
+            path.write_text(json.dumps({**json.loads(text), **known}))
+        check = partial(refuse_changed_study, config, {**environment, **now}, tmp_path / "out")
+        if says is None:
+            check()
+        else:
+            with refused(RecipeError, says):
+                check()
+    check = partial(refuse_changed_study, {**config, "task": {"kind": "digits"}}, environment, tmp_path / "out")
+    check()
 
 
 DYING = """
