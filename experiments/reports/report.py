@@ -49,6 +49,7 @@ from .recipe_diff import diff_recipes
 from .records import ABSCISSAS, METRICS, TRAINING_LOSS, Abscissa, Metric, Records, Run, read_records
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired, significant_t
 from .tables import (
+    BUSY,
     TableCell,
     TextTable,
     busy_sign,
@@ -221,7 +222,7 @@ class Report:
         baseline: label to compare with, or `axis=label`. The runs are compared along the axis of this label. None: the
             baseline of the study.
         only: labels of the compared axis, or `axis=label` for another axis. All other runs are left out. A pattern such
-            as `soap*` selects several labels. Empty: all runs.
+            as `soap*` selects several labels. Empty: all runs. The page then has its own folder, see `folder`.
         labels: texts that replace labels, by label.
         x: quantities along which metrics are drawn: any of "steps", "seconds", "tokens" and "flops".
         width: width of figures in inches.
@@ -286,8 +287,16 @@ class Report:
             found |= {_file(self.records, panel.title, name): figure for name, _, figure in self._of_panel(panel)}
         return found
 
+    @property
+    def footnote(self) -> str:
+        """A sentence about the sign † in figures; "" if no figure has it. It belongs into their captions."""
+        busy = "seconds" in self.x and any(panel.busy for panel in self.panels)
+        return BUSY if busy else ""
+
     def save_figures(self, folder: str | Path, formats: Sequence[str] = ("svg", "png")) -> list[Path]:
         """Write all figures into a folder, which is created if it does not exist.
+
+        A caption of a figure with the sign † needs the sentence `footnote`.
 
         Args:
             folder: folder of the figures.
@@ -304,14 +313,20 @@ class Report:
                 figures.save_figure(figure, paths[-1])
         return paths
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the page: the directory, or a folder in it named by the labels if other runs are left out."""
+        directory, selected = Path(self.directory), self.records.selected
+        return directory / short_name(_slug(f"only {' '.join(selected)}")) if selected else directory
+
     def write(self) -> Path:
-        """Write report.html, runs.csv, tables.md and tables.tex into the directory. Return the path of the page."""
-        directory = Path(self.directory)
-        page = self.page()
-        write_text(directory / "report.html", page)
-        write_runs_csv(self.records, directory / "runs.csv")
-        write_tables(self.records, directory)
-        return directory / "report.html"
+        """Write report.html, runs.csv, tables.md and tables.tex into `folder`. Return the path of the page."""
+        page, folder = self.page(), self.folder
+        make_directory(folder)
+        write_text(folder / "report.html", page)
+        write_runs_csv(self.records, folder / "runs.csv")
+        write_tables(self.records, folder)
+        return folder / "report.html"
 
     def page(self) -> str:
         """Return the page as text. All labels, paths and messages are escaped."""
@@ -405,7 +420,8 @@ class Report:
         base, level, compared = panel.baseline, None, metric is panel.metric
         if compared and base is not None and base.final is not None and math.isfinite(base.final.mean):
             level = figures.Level(base.final.mean, f"{base.title}, final", base.style)
-        return figures.draw_curves(curves, ABSCISSAS[along], metric.title, level=level, log=self.log, width=self.width)
+        x_label = ABSCISSAS[along] + (busy_sign(panel) if along == "seconds" else "")
+        return figures.draw_curves(curves, x_label, metric.title, level=level, log=self.log, width=self.width)
 
 
 def templates() -> Environment:

@@ -39,6 +39,7 @@ from eigengraft.experiments.reports.tables import (
     write_tables,
 )
 
+from ...cli import invoke
 from ...refusals import refused
 from .test_report import ADAM, DECLARED, SOAP, Page, write_run, write_study
 
@@ -410,6 +411,15 @@ def test_seconds_are_those_of_median_steps_and_a_busy_machine_is_named(tmp_path)
     assert run.seconds() == pytest.approx([0.15 * k for k in range(1, 11)])
     assert run.busy and panel.busy == 1
     assert "in 1 of the runs" in Report(tmp_path).write().read_text(encoding="utf-8")
+    labels = {name: figure.axes[0].get_xlabel() for name, figure in Report(tmp_path).figures().items()}
+    assert {name for name, label in labels.items() if "\u2020" in label} == {
+        f"{tmp_path.name} validation loss against seconds"
+    }
+    for x in ("seconds", "steps"):
+        arguments = ["report", str(tmp_path), "--figures", str(tmp_path / "figures"), "--x", x]
+        assert (
+            ("\u2020" in invoke(arguments).stderr) == (x == "seconds") == ("\u2020" in Report(tmp_path, x=[x]).footnote)
+        )
 
 
 def test_all_cells_of_two_axes_are_one_table(grid):
