@@ -122,7 +122,8 @@ def report_command(  # noqa: PLR0913  its arguments are the command's options
 ) -> None:
     """Write DIRECTORY/report.html: one self-contained page with curves, tables and differences of recipes.
 
-    Also writes runs.csv, tables.md and tables.tex there. The report of several studies has a panel for each
+    Also writes runs.csv, tables.md and tables.tex there. With --only, these files are in DIRECTORY/only-LABELS, so that
+    those of all runs stay. The report of several studies has a panel for each
     combination of task, data and length of runs.
     """
     from ..reports.report import Report
@@ -134,11 +135,13 @@ def report_command(  # noqa: PLR0913  its arguments are the command's options
     report = Report(directory, baseline, only or (), texts, tuple(x or Report.x), width, log)  # type: ignore[arg-type]
     for notice in report.records.notices:
         typer.echo(f"{notice}.", err=True)
-    tables = write_parquet(report.records, directory) if parquet else []
+    tables = write_parquet(report.records, report.folder) if parquet else []
     typer.echo(report.write())
     formats = ("svg", "png", *(["pdf"] if pdf else []))
     for path in [*tables, *(report.save_figures(figures, formats) if figures else [])]:
         typer.echo(path)
+    if figures and report.footnote:
+        typer.echo(report.footnote, err=True)
 
 
 def doctor_command(

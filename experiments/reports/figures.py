@@ -5,17 +5,22 @@ from __future__ import annotations
 import io
 import math
 import re
+import textwrap
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.legend import Legend
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ..files import replacing
 
@@ -26,8 +31,12 @@ MARKERS = "osD^vPX*"
 DASHES = ("-", (0, (3, 1.6)), (0, (1, 1.2)))
 _RESERVED = {"adamw": 0, "shampoo": 1, "soap_fitted": 2, "muon": 4}
 """Colors of the methods that most reports have. The names of all others select one of the other colors by a hash."""
-_HANDLE, _CHARACTER = 0.5, 0.075
+_HANDLE, CHARACTER = 0.5, 0.075
 """Widths in inches of the parts of a legend entry: its line with the spaces around it, and an average character."""
+_MARGIN = 0.75
+"""Width in inches of what is beside the axes: labels of the vertical axis, and spaces."""
+_MANY = 100
+"""Number of points from which a line may be noisy."""
 INK, _RULE = "#3c3c3d", "#d8d8d9"
 _TICKS, _FEWER_TICKS, POWERS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 5), (1,)
 """Digits at which ticks of logarithmic axes are: of narrow, wider and very wide ranges."""
@@ -131,21 +140,23 @@ def draw_curves(
     """
     entries = [text for curve in curves for text in (curve.label if curve.x else "", curve.lost_label) if text]
     entries += [] if level is None else [level.label]
-    columns = 2 if 2 * (_HANDLE + _CHARACTER * max(map(len, entries), default=0)) <= width else 1
-    figure = Figure(figsize=(width, 3.1 + 0.2 * -(-len(entries) // columns)), layout="constrained")
+    columns, lines = legend_size(entries, width, 2)
+    height = 3.1 + 0.2 * lines
+    x_label, y_label = wrapped(x_label, width - _MARGIN), wrapped(y_label, height - 0.2 * lines - _MARGIN)
+    figure = Figure(figsize=(width, height + 0.16 * x_label.count("\n")), layout="constrained")
     axes = figure.add_subplot()
+    logarithmic = log is None or "x" in log
     for curve in curves:
-        draw_line(axes, curve)
+        draw_line(axes, curve, logarithmic)
     if level is not None:
         color = stroke(level.style)["color"]
         axes.axhline(level.value, color=color, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, label=level.label)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     _vertical(axes, curves, falling=log is not None, logarithmic=None if log is None or log == "auto" else "y" in log)
-    if log is None or "x" in log:
+    if logarithmic:
         axes.set_xscale("log")
-        ends = axes.get_xlim()
-        log_ticks(axes.xaxis, _FEWER_TICKS if ends[1] < 2e3 * ends[0] else POWERS)
+    spread_ticks(axes.xaxis, width - _MARGIN)
     tried = {x for curve in curves for x in (*curve.x, *(run.end for run in curve.lost)) if x > 0}
     if log is None and tried:
         ticks = _apart(sorted(tried), width)
@@ -154,8 +165,36 @@ def draw_curves(
     style_axes(axes)
     if curves:  # the legend is below the axes, where it covers nothing
         style = {"fontsize": 8.5, "labelcolor": INK, "frameon": False, "handlelength": 2.2}
-        figure.legend(loc="outside lower center", ncols=columns, **style)
+        wrap_legend(figure.legend(loc="outside lower center", ncols=columns, **style), width)
     return figure
+
+
+def wrapped(text: str, inches: float, size: float = 9.5) -> str:
+    """Return a text in lines that are at most this long. Words are never divided.
+
+    size: size of the font in points.
+    """
+    most = int(inches / (CHARACTER * size / 9.5))
+    return textwrap.fill(text, max(1, most), break_long_words=False, break_on_hyphens=False) or text
+
+
+def legend_size(entries: Sequence[str], width: float, most: int) -> tuple[int, int]:
+    """Return the number of columns of a legend, at most `most`, and the number of lines of the longest column.
+
+    entries: texts of the legend.
+    width: width of the figure in inches.
+    """
+    longest = _HANDLE + CHARACTER * max(map(len, entries), default=0)
+    columns = max(1, min(most, int(width / longest)))
+    lines = [wrapped(text, width - _HANDLE).count("\n") + 1 for text in entries]
+    size = -(-len(lines) // columns)
+    return columns, max((sum(lines[k : k + size]) for k in range(0, len(lines), max(1, size))), default=0)
+
+
+def wrap_legend(legend: Legend, width: float) -> None:
+    """Break texts of a legend that are longer than a figure of this width, in inches."""
+    for text in legend.get_texts():
+        text.set_text(wrapped(text.get_text(), width - _HANDLE))
 
 
 def _apart(values: Sequence[float], width: float) -> dict[float, str]:
@@ -169,18 +208,23 @@ def _apart(values: Sequence[float], width: float) -> dict[float, str]:
     inches = 0.8 * width / math.log(values[-1] / values[0]) if len(values) > 1 else 0.0
     for value in values:
         text, last = f"{value:.3g}" if value < 1 else f"{value:g}", next(reversed(found), None)
-        if last is None or inches * math.log(value / last) > _CHARACTER * (len(found[last]) + len(text) + 1) / 2:
+        if last is None or inches * math.log(value / last) > CHARACTER * (len(found[last]) + len(text) + 1) / 2:
             found[value] = text
     return found
 
 
-def draw_line(axes: Axes, curve: Curve) -> None:
-    """Draw a curve in its style: its line with the band around it, and the runs that diverged."""
+def draw_line(axes: Axes, curve: Curve, logarithmic: bool = False) -> None:
+    """Draw a curve in its style: its line with the band around it, and the runs that diverged.
+
+    logarithmic: True if the horizontal axis will be logarithmic, for the places of markers.
+    """
     own = stroke(curve.style)
     color = own["color"]
     if curve.x:
         axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.22, linewidth=0)
-        marked: dict[str, Any] = {"markersize": 4, "markevery": max(1, len(curve.x) // 6)}
+        marked: dict[str, Any] = {"markersize": 4, "markevery": _marked(curve.x, logarithmic)}
+        if len(curve.x) > _MANY:  # the line may be noisy; a white edge sets markers apart from it
+            marked |= {"markersize": 6, "markeredgecolor": "white", "markeredgewidth": 0.8}
         axes.plot(curve.x, curve.mean, **own, **marked, linewidth=1.7, label=curve.label)
     height = 0.97 - 0.05 * (curve.style % len(LIGHT))  # crosses of several curves are drawn below each other
     for index, run in enumerate(curve.lost):
@@ -188,6 +232,17 @@ def draw_line(axes: Axes, curve: Curve) -> None:
         label = curve.lost_label if index == 0 else "_"
         (cross,) = axes.plot([run.end], [height], transform=axes.get_xaxis_transform(), label=label, linestyle="none")
         cross.set(color=color, marker="x", markersize=6, markeredgewidth=1.6)
+
+
+def _marked(x: Sequence[float], logarithmic: bool) -> list[int]:
+    """Return the indices of about seven points that get a marker, at equal distances along the horizontal axis."""
+    places = np.array(x, dtype=float)
+    if logarithmic:  # such an axis has no 0
+        places = np.log(np.where(places > 0, places, math.nan))
+    if np.isnan(places).all():
+        return []
+    wanted = np.linspace(np.nanmin(places), np.nanmax(places), 7)
+    return sorted({int(np.nanargmin(np.abs(places - place))) for place in wanted})
 
 
 def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic: bool | None = None) -> None:
@@ -231,6 +286,41 @@ def log_ticks(axis: Axis, digits: Sequence[float], most: int = 7) -> None:
     axis.set_major_locator(LogLocator(subs=digits, numticks=most if digits == POWERS else None))
     axis.set_major_formatter(FuncFormatter(text))
     axis.set_minor_locator(NullLocator())
+
+
+def spread_ticks(axis: Axis, inches: float, most: int = 9, size: float = 9, **options: Any) -> None:
+    """Put as many ticks on a horizontal axis as have room, at least two.
+
+    inches: length of the axis.
+    most: largest number of intervals between ticks of a linear axis.
+    size: size of the font in points.
+    options: further arguments of `MaxNLocator`.
+    """
+    low, high = axis.get_view_interval()
+    if axis.get_scale() == "log":
+        finest = 0 if high < 4 * low else 1 if high < 2e3 * low else 3
+        digits = (_TICKS, _FEWER_TICKS, (1, 3), POWERS)[finest:]
+        choices = [partial(log_ticks, axis, own) for own in digits]
+        choices += [partial(log_ticks, axis, POWERS, number) for number in (5, 4, 3)]
+    else:
+        locators = [MaxNLocator(number, steps=[1, 2, 2.5, 5, 10], **options) for number in range(most, 0, -1)]
+        choices = [partial(axis.set_major_locator, locator) for locator in locators]
+    for choose in choices:
+        choose()
+        if _are_apart(axis, inches, size):
+            return
+
+
+def _are_apart(axis: Axis, inches: float, size: float) -> bool:
+    """Return True if a horizontal axis has two ticks or more, and their texts have a space between them."""
+    low, high = axis.get_view_interval()
+    ticks = [x for x in axis.get_major_locator().tick_values(low, high) if low <= x <= high]
+    texts = axis.get_major_formatter().format_ticks(ticks)
+    places = axis.get_transform().transform(np.array([low, *ticks, high]))
+    inch = (places - places[0]) / (places[-1] - places[0]) * inches
+    room = [(len(a) + len(b)) / 2 + 1 for a, b in pairwise(texts)]
+    gaps = np.diff(inch[1:-1])
+    return len(ticks) > 1 and all(gap > CHARACTER * size / 9 * most for gap, most in zip(gaps, room, strict=True))
 
 
 def style_axes(axes: Axes) -> None:

@@ -358,6 +358,7 @@ class Records:
         the baseline.
     originals: label of the report -> label of the study, for labels that the report shows under other names.
     tuned_in: where the learning rates were tuned, if the study says so.
+    selected: labels of the runs if others are left out, each with its axis unless this is `compare`; (): all runs.
     """
 
     name: str
@@ -371,11 +372,23 @@ class Records:
     equal: str = "steps"
     originals: Mapping[str, str] = field(default_factory=dict)
     tuned_in: str = ""
+    selected: tuple[str, ...] = ()
 
     @property
     def notices(self) -> list[str]:
         """Everything that readers of a report must know about these runs, a sentence each."""
-        return [*self.apart, *filter(None, [self.untuned, self.coarse])]
+        return [*self.apart, *filter(None, [self.without_baseline, self.untuned, self.coarse])]
+
+    @property
+    def without_baseline(self) -> str:
+        """A sentence that says that the baseline is not among the selected runs; "" if it is, or if there is none."""
+        shown = any(run.labels.get(self.compare) == self.baseline for run in self.runs)
+        if shown or not self.baseline or not self.selected:
+            return ""
+        return (
+            f"The baseline {self.baseline} is left out, so that no differences from it are shown; select it too, as "
+            f"with --only '{self.baseline}'"
+        )
 
     @property
     def apart(self) -> list[str]:
@@ -568,7 +581,11 @@ def _selected(records: Records, only: Iterable[str]) -> Records:
         raise ArgumentError("only", f"no run has {' and '.join(f'{axis}={some}' for axis, some in patterns.items())}")
     cells = {cell_name(run.labels) for run in runs}
     tuned = tuple(one for one in records.tuned if one.cell in cells) if patterns else records.tuned
-    return replace(records, runs=runs, tuned=tuned)
+    if len(runs) == len(records.runs):
+        return records
+    pairs = dict.fromkeys((axis, run.labels[axis]) for axis in patterns for run in runs)
+    selected = tuple(label if axis == records.compare else f"{axis}={label}" for axis, label in pairs)
+    return replace(records, runs=runs, tuned=tuned, selected=selected)
 
 
 def _renamed(records: Records, texts: Mapping[str, str]) -> Records:

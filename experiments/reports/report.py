@@ -22,18 +22,34 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from eigengraft.errors import ArgumentError
 
 from ..files import make_directory, short_name, write_text
 from . import figures
 from .comparison import ComparisonPanel, all_panels, at_their_best, compare, sweeps, swept, tuning_curves, twin
-from .figures import INK, LIGHT, POWERS, WIDTH, Curve, LogAxes, draw_line, log_ticks, stroke, style_axes
+from .figures import (
+    CHARACTER,
+    INK,
+    LIGHT,
+    POWERS,
+    WIDTH,
+    Curve,
+    LogAxes,
+    draw_line,
+    legend_size,
+    log_ticks,
+    spread_ticks,
+    stroke,
+    style_axes,
+    wrap_legend,
+    wrapped,
+)
 from .recipe_diff import diff_recipes
 from .records import ABSCISSAS, METRICS, TRAINING_LOSS, Abscissa, Metric, Records, Run, read_records
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired, significant_t
 from .tables import (
+    BUSY,
     TableCell,
     TextTable,
     busy_sign,
@@ -60,15 +76,21 @@ def difference_dots(panel: ComparisonPanel, width: float = WIDTH) -> Figure | No
     if panel.baseline is None or len(rows) < 2:
         return None
     rows.reverse()  # heights grow from the bottom
-    figure = Figure(figsize=(width, 0.75 + 0.32 * len(rows)), layout="constrained")
+    titles = [wrapped(row.title, 0.4 * width) for row, _ in rows]
+    lines = [line for title in titles for line in title.split("\n")]
+    room = width - 0.3 - CHARACTER * max(map(len, lines))
+    label = wrapped(f"final {panel.metric.title} minus that of {panel.baseline.title}", room)
+    step = max(0.32, 0.05 + 0.15 * max(title.count("\n") + 1 for title in titles))
+    height = 0.75 + step * len(rows) + 0.16 * label.count("\n")
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     axes.axvline(0.0, color=LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     for height, (row, found) in enumerate(rows):
         _dot(axes, row.style, found, height)
-    axes.set_yticks(range(len(rows)), [row.title for row, _ in rows])
+    axes.set_yticks(range(len(rows)), titles)
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_xlabel(f"final {panel.metric.title} minus that of {panel.baseline.title}")
-    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.set_xlabel(label)
+    spread_ticks(axes.xaxis, room, most=6)
     style_axes(axes)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", labelcolor=INK)
@@ -111,17 +133,19 @@ def internals(panel: ComparisonPanel, width: float = WIDTH) -> Figure | None:
     if not found:
         return None
     rows = -(-len(found) // 2)
-    figure = Figure(figsize=(width, 1.5 * rows + 0.35), layout="constrained")
+    entries = list(dict.fromkeys(curve.label for curves in found.values() for curve in curves))
+    columns, lines = legend_size(entries, width, 3)
+    figure = Figure(figsize=(width, 1.5 * rows + 0.15 + 0.2 * lines), layout="constrained")
     grid = figure.subplots(rows, 2, squeeze=False)
     for axes in grid.flat[len(found) :]:
         axes.remove()
     for axes, (measure, curves) in zip(grid.flat, found.items(), strict=False):
-        _diagram(axes, curves, *MEASURES[measure])
+        _diagram(axes, curves, *MEASURES[measure], width / 2 - 0.4)
     for axes in grid.flat[max(0, len(found) - 2) : len(found)]:
         axes.set_xlabel("training steps", fontsize=7.5)
-    lines = {str(line.get_label()): line for axes in grid.flat for line in axes.get_lines()}
-    style = {"ncols": 3, "fontsize": 8, "frameon": False, "labelcolor": INK}
-    figure.legend(list(lines.values()), list(lines), loc="outside upper left", **style)
+    handles = {str(line.get_label()): line for axes in grid.flat for line in axes.get_lines()}
+    style = {"ncols": columns, "fontsize": 8, "frameon": False, "labelcolor": INK}
+    wrap_legend(figure.legend(list(handles.values()), list(handles), loc="outside upper left", **style), width)
     return figure
 
 
@@ -147,7 +171,7 @@ def _shown(line: dict[str, Any], measure: str) -> bool:
     return wanted and (measure not in OF_CHAINS or line["stage"].rpartition(".")[2] == "update")
 
 
-def _diagram(axes: Axes, curves: Sequence[Curve], title: str, logarithmic: bool) -> None:
+def _diagram(axes: Axes, curves: Sequence[Curve], title: str, logarithmic: bool, inches: float) -> None:
     for curve in curves:
         draw_line(axes, curve)
     positive = [y for curve in curves for y in curve.low]
@@ -158,9 +182,9 @@ def _diagram(axes: Axes, curves: Sequence[Curve], title: str, logarithmic: bool)
     elif positive and min(positive) >= 0:
         axes.set_ylim(bottom=0)
     style_axes(axes)
-    axes.set_title(title, fontsize=8, loc="left", color=INK)
+    axes.set_title(wrapped(title, inches, 8), fontsize=8, loc="left", color=INK)
     axes.tick_params(which="both", labelsize=7)
-    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    spread_ticks(axes.xaxis, inches, most=4, size=7, integer=True)
 
 
 if TYPE_CHECKING:
@@ -198,7 +222,7 @@ class Report:
         baseline: label to compare with, or `axis=label`. The runs are compared along the axis of this label. None: the
             baseline of the study.
         only: labels of the compared axis, or `axis=label` for another axis. All other runs are left out. A pattern such
-            as `soap*` selects several labels. Empty: all runs.
+            as `soap*` selects several labels. Empty: all runs. The page then has its own folder, see `folder`.
         labels: texts that replace labels, by label.
         x: quantities along which metrics are drawn: any of "steps", "seconds", "tokens" and "flops".
         width: width of figures in inches.
@@ -263,8 +287,16 @@ class Report:
             found |= {_file(self.records, panel.title, name): figure for name, _, figure in self._of_panel(panel)}
         return found
 
+    @property
+    def footnote(self) -> str:
+        """A sentence about the sign † in figures; "" if no figure has it. It belongs into their captions."""
+        busy = "seconds" in self.x and any(panel.busy for panel in self.panels)
+        return BUSY if busy else ""
+
     def save_figures(self, folder: str | Path, formats: Sequence[str] = ("svg", "png")) -> list[Path]:
         """Write all figures into a folder, which is created if it does not exist.
+
+        A caption of a figure with the sign † needs the sentence `footnote`.
 
         Args:
             folder: folder of the figures.
@@ -281,14 +313,20 @@ class Report:
                 figures.save_figure(figure, paths[-1])
         return paths
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the page: the directory, or a folder in it named by the labels if other runs are left out."""
+        directory, selected = Path(self.directory), self.records.selected
+        return directory / short_name(_slug(f"only {' '.join(selected)}")) if selected else directory
+
     def write(self) -> Path:
-        """Write report.html, runs.csv, tables.md and tables.tex into the directory. Return the path of the page."""
-        directory = Path(self.directory)
-        page = self.page()
-        write_text(directory / "report.html", page)
-        write_runs_csv(self.records, directory / "runs.csv")
-        write_tables(self.records, directory)
-        return directory / "report.html"
+        """Write report.html, runs.csv, tables.md and tables.tex into `folder`. Return the path of the page."""
+        page, folder = self.page(), self.folder
+        make_directory(folder)
+        write_text(folder / "report.html", page)
+        write_runs_csv(self.records, folder / "runs.csv")
+        write_tables(self.records, folder)
+        return folder / "report.html"
 
     def page(self) -> str:
         """Return the page as text. All labels, paths and messages are escaped."""
@@ -382,7 +420,8 @@ class Report:
         base, level, compared = panel.baseline, None, metric is panel.metric
         if compared and base is not None and base.final is not None and math.isfinite(base.final.mean):
             level = figures.Level(base.final.mean, f"{base.title}, final", base.style)
-        return figures.draw_curves(curves, ABSCISSAS[along], metric.title, level=level, log=self.log, width=self.width)
+        x_label = ABSCISSAS[along] + (busy_sign(panel) if along == "seconds" else "")
+        return figures.draw_curves(curves, x_label, metric.title, level=level, log=self.log, width=self.width)
 
 
 def templates() -> Environment:

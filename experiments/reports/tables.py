@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eigengraft.errors import RecipeError, counted
 
-from ..files import replacing, write_text
+from ..files import make_directory, replacing, write_text
 from .comparison import ComparisonPanel, ComparisonRow, all_panels, compare, leaders, twin
 from .number_format import number_format
 from .records import RESULT_NUMBERS, Abscissa, Records, Run, TunedCell, label_number, learning_rate, read_records
@@ -439,7 +439,7 @@ def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
         notes.append(f"{test}.")
     if same := [one.title for one in compare(records) if twin(one, records) is panel]:
         notes.append(f"These are all runs of {', '.join(same)}, which has no table of its own.")
-    notes += ["\u2020 The machine had other load, so that times of methods cannot be compared."] if panel.busy else []
+    notes += [BUSY] if panel.busy else []
     rows = [[TableCell(*cell(row)) for _, cell in columns] for row in panel.rows]
     return TextTable(title, " ".join(notes), [head for head, _ in columns], rows)
 
@@ -502,6 +502,10 @@ def _step_ms(row: ComparisonRow) -> tuple[str, str]:
     return format_number(own), format_ratio(own, row.baseline.mean("step_ms") if row.baseline else None)
 
 
+BUSY = "\u2020 The machine had other load, so that times of methods cannot be compared."
+"""Meaning of the mark of `busy_sign`."""
+
+
 def busy_sign(panel: ComparisonPanel) -> str:
     """Return a mark for columns of times that are not comparable, because the machine had other load; else ""."""
     return " \u2020" if panel.busy else ""
@@ -532,6 +536,7 @@ def write_parquet(records: Records, folder: Path) -> list[Path]:
         import pyarrow  # noqa: F401
     except ImportError:
         raise RecipeError("--parquet: pyarrow is not installed; run `pip install pyarrow`") from None
+    make_directory(folder)
     frames = {"runs.parquet": runs_frame(records), "metrics.parquet": _metrics_frame(records)}
     for name, frame in frames.items():
         with replacing(folder / name) as temporary:

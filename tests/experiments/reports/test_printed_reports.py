@@ -1,10 +1,11 @@
 """What makes a report fit to print: fair comparisons, named axes and runs, honest seconds, tables."""
 
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import matplotlib
@@ -24,7 +25,7 @@ from eigengraft.experiments.reports.comparison import (
 )
 from eigengraft.experiments.reports.figures import Curve, Level, LostRun, draw_curves, stroke, styles_of
 from eigengraft.experiments.reports.records import METRICS, Records, Run, read_records
-from eigengraft.experiments.reports.report import Report, axis_name, difference_dots
+from eigengraft.experiments.reports.report import MEASURES, Report, axis_name, difference_dots, internals
 from eigengraft.experiments.reports.tables import (
     TableCell,
     TextTable,
@@ -38,6 +39,7 @@ from eigengraft.experiments.reports.tables import (
     write_tables,
 )
 
+from ...cli import invoke
 from ...refusals import refused
 from .test_report import ADAM, DECLARED, SOAP, Page, write_run, write_study
 
@@ -321,6 +323,58 @@ def test_ticks_of_losses_over_many_decades_are_few_and_apart(decades, first, wid
         assert axis is figure.axes[0].xaxis or first in (None, *(label.get_text() for label in labels))
 
 
+def boxes_of(figure):
+    """Boxes of all texts of a drawn figure, and of the horizontal tick labels of each of its axes."""
+    FigureCanvasAgg(figure).draw()
+    texts, ticks = [text for legend in figure.legends for text in legend.get_texts()], []
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        shown = [tick.label1 for tick in axes.xaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+        ticks.append([label.get_window_extent() for label in shown])
+        texts += [axes.xaxis.label, axes.yaxis.label, axes._left_title, *shown]
+    return [text.get_window_extent() for text in texts if text.get_text()], ticks
+
+
+@pytest.mark.parametrize("width", [3.25, 4.8])
+@pytest.mark.parametrize("what", ["curves", "long names", "logarithmic", "differences", "internals"])
+def test_no_text_of_a_figure_is_cut_off_or_covers_another(what, width, tmp_path):
+    long = "a method whose name is much longer than a column of a paper is wide"
+    y = [3 / (1 + k / 50) + 0.1 * math.sin(7 * k) ** 2 for k in range(1500)]
+    if what in ("differences", "internals"):
+        ends = {"soap_fitted": (2.0, 2.1, 2.2), long: (2.3, 2.4, 2.5), "muon": (1.0, 1.2, 1.1), "adamw": (1, 1.1, 1.3)}
+        runs = [(m, s, {"recipe": ADAM, "values": [3.5, y]}) for m, own in ends.items() for s, y in enumerate(own)]
+        write_study(tmp_path, runs, baseline="soap_fitted")
+        for seed in tmp_path.glob("*/seed-0"):
+            lines = [
+                {"step": k, "parameter": "a", "stage": "update", "slot": "", "measure": measure, "value": 2 / k}
+                for measure in MEASURES
+                for k in (1000, 70000, 139000)
+            ]
+            (seed / "diagnostics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (panel,) = compare(read_records(tmp_path))
+        figure = (difference_dots if what == "differences" else internals)(panel, width)
+    else:
+        name = long if what == "long names" else "a"
+        curves = [Curve(f"{name} {k}", k, [64 * (k + 5) for k in range(1500)], y, y, y) for k in range(2)]
+        log = "x" if what == "logarithmic" else "none"
+        figure = draw_curves(curves, "training tokens", f"metric of {name}", log=log, width=width)
+    texts, ticks = boxes_of(figure)
+    assert texts and all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in texts)
+    assert all(box.y0 >= 0 and box.y1 <= figure.bbox.y1 for box in texts)
+    assert all(len(own) > 1 and not any(a.overlaps(b) for a, b in pairwise(own)) for own in ticks)
+    assert not any(a.overlaps(b) for a, b in combinations(texts, 2))
+
+
+@pytest.mark.parametrize("log", ["none", "x"])
+def test_markers_of_a_long_line_are_few_and_at_equal_distances(log):
+    x, y = [float(k) for k in range(1, 1501)], [1 / k for k in range(1, 1501)]
+    (axes,) = draw_curves([Curve("a", 0, x, y, y, y)], "x", "y", log=log).axes
+    line = axes.get_lines()[0]
+    places = axes.transData.transform(line.get_xydata()[line.get_markevery()])[:, 0]
+    gaps = [after - before for before, after in pairwise(places)]
+    assert 5 <= len(places) <= 9 and max(gaps) < 1.2 * min(gaps)
+
+
 @pytest.mark.parametrize("width", [3.25, 4.8])
 def test_tried_values_have_ticks_wherever_their_texts_fit(width):
     for tried, shown in (
@@ -357,6 +411,15 @@ def test_seconds_are_those_of_median_steps_and_a_busy_machine_is_named(tmp_path)
     assert run.seconds() == pytest.approx([0.15 * k for k in range(1, 11)])
     assert run.busy and panel.busy == 1
     assert "in 1 of the runs" in Report(tmp_path).write().read_text(encoding="utf-8")
+    labels = {name: figure.axes[0].get_xlabel() for name, figure in Report(tmp_path).figures().items()}
+    assert {name for name, label in labels.items() if "\u2020" in label} == {
+        f"{tmp_path.name} validation loss against seconds"
+    }
+    for x in ("seconds", "steps"):
+        arguments = ["report", str(tmp_path), "--figures", str(tmp_path / "figures"), "--x", x]
+        assert (
+            ("\u2020" in invoke(arguments).stderr) == (x == "seconds") == ("\u2020" in Report(tmp_path, x=[x]).footnote)
+        )
 
 
 def test_all_cells_of_two_axes_are_one_table(grid):

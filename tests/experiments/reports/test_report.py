@@ -771,6 +771,21 @@ class TestOptions:
         assert renamed.panels[0].baseline.label == "AdamW" and len(renamed.panels[0].rows) == 2
         assert [row.label for row in Report(study, only=["method=adamw"]).panels[0].rows] == ["adamw"]
 
+    def test_a_report_of_some_runs_leaves_that_of_all_runs_as_it_is_and_says_that_the_baseline_is_missing(self, study):
+        assert Report(study).write() == study / "report.html"
+        before = {path: path.read_bytes() for path in study.iterdir() if path.is_file()}
+        said = invoke(["report", str(study), "--only", "so*"])
+        assert said.exit_code == 0 and said.stdout.split() == [str(study / "only-soap" / "report.html")]
+        assert {path: path.read_bytes() for path in study.iterdir() if path.is_file()} == before
+        names = {"report.html", "runs.csv", "tables.md", "tables.tex"}
+        assert {path.name for path in (study / "only-soap").iterdir()} == names
+        notice = Report(study, only=["so*"]).records.without_baseline
+        assert lacking(notice, "baseline", "adamw", "--only") == [] and notice in said.stderr
+        for only in (["adamw"], ["*"], ["soap", "adamw"]):
+            assert Report(study, only=only).records.without_baseline == ""
+        assert Report(study, only=["soap", "adamw"]).folder == study
+        assert Report(study, "soap", only=["method=adamw"]).folder == study / "only-adamw"
+
     @pytest.mark.parametrize(
         ("options", "data"),
         [
