@@ -424,11 +424,22 @@ def test_a_sound_statistic_and_one_without_a_contribution() -> None:
 
 # Quantizers.
 
+
+def eighth(x: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    whole = rows(scale, x.ndim) if scale.ndim == 1 and len(scale) == len(x) else scale
+    return {"codes": (127 * x / whole).round().to(torch.int8), "scale": scale}
+
+
 ENCODE: dict[str, Callable[[Tensor], Any]] = {
     "sound": lambda x: {"halves": x.half()},
     "only a tensor": lambda x: x.half(),
     "a global draw": lambda x: {"halves": (x + 1e-4 * torch.rand_like(x) * (x != 0)).half()},
     "scale of the stack": lambda x: {"halves": (x / x.abs().max()).half(), "scale": x.abs().max().repeat(len(x))},
+    "floor of the stack": lambda x: {"halves": (x + 1e-7 * x.abs().max()).half()},
+    "zero over zero": lambda x: eighth(x, x.reshape(len(x), -1).abs().amax(1)),
+    "last axis": lambda x: eighth(x, x.abs().amax(-1, keepdim=True)),
+    "last axis, undeclared": lambda x: eighth(x, x.abs().amax(-1, keepdim=True).clamp_min(1e-30)),
+    "last two axes": lambda x: eighth(x, x.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30)),
     "one scale": lambda x: {"halves": x.half(), "scale": x.abs().max()},
     "in place": lambda x: {"halves": x.mul_(0.99).half()},
     "item": lambda x: {"halves": (x / max(x.abs().max().item(), 1.0)).half()},
@@ -441,10 +452,16 @@ class WrongQuantizer(Quantizer):
     kind: Literal["wrong_quantizer"] = "wrong_quantizer"
     fault: str
 
+    def unsupported(self, slot: Slot) -> str | None:
+        return "no axes" if self.fault == "last axis" and not slot.shape else None
+
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         return ENCODE.get(self.fault, ENCODE["sound"])(x)  # type: ignore[no-any-return]
 
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        if "codes" in encoded:
+            scale = encoded["scale"].to(dtype)
+            return encoded["codes"] * (rows(scale, 1 + len(slot.shape)) if scale.ndim == 1 else scale) / 127
         x = encoded["halves"].to(torch.float32 if self.fault == "float32" else dtype)
         return x.flatten(1) if self.fault == "flat" else x
 
@@ -460,6 +477,11 @@ class WrongQuantizer(Quantizer):
         ("item", (HERE, "_local_scalar_dense")),
         ("float32", ("torch.float64", "torch.float32")),
         ("flat", ("(4, 9, 9)", "(4, 81)")),
+        ("floor of the stack", ("`max`", HERE, "axis 0")),
+        ("zero over zero", ("zeros", "torch.int8", HERE, "torch.where")),
+        ("last axis", ("zeros", "torch.int8", HERE, "torch.where")),
+        ("last axis, undeclared", ("shape ()", "scale", "[4, ...]", "[1]", "`unsupported`")),
+        ("last two axes", ("shape ()", "`unsupported`", "IndexError", HERE)),
     ],
 )
 def test_mistakes_in_quantizers(fault: str, says: tuple[object, ...]) -> None:
