@@ -26,6 +26,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, PydanticUndefined, core_schema
 
 from eigengraft.errors import RecipeError, did_you_mean
@@ -161,12 +162,13 @@ class Component(BaseModel, metaclass=ComponentType):
 
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # before pydantic makes the fields, because it would warn of a field that hides a method of the class
+        # before pydantic makes the fields, because its errors and warnings do not name the class
+        try:
+            own = inspect.get_annotations(cls)
+        except NameError:  # Python 3.14 evaluates all annotations, also names that only type checkers import
+            return
+        _refuse_fields_without_type(cls, own.keys())
         if family is None and cls.family_name is not None:
-            try:
-                own = inspect.get_annotations(cls)
-            except NameError:  # Python 3.14 evaluates all annotations, also names that only type checkers import
-                own = {}
             _refuse_hidden_methods(cls, {name for name, about in own.items() if "ClassVar" not in str(about)})
 
     @classmethod
@@ -444,6 +446,40 @@ def _refuse_hidden_methods(cls: type[Component], fields: Set[str]) -> None:
                 )
 
 
+def _refuse_fields_without_type(cls: type[Component], annotated: Set[str]) -> None:
+    """Raise TypeError if a value in the class body of `cls` is neither annotated nor a class variable of a base."""
+    for name, value in vars(cls).items():
+        known = name.startswith("_") or name in annotated or name in cls.__class_vars__ or name == "model_config"
+        inside = isinstance(value, type) and value.__qualname__.startswith(f"{cls.__qualname__}.")
+        # pydantic takes these for no fields either
+        if known or inside or hasattr(type(value), "__get__") or type(value).__module__ in ("functools", "typing"):
+            continue
+        default, written = value, value.__name__ if isinstance(value, type) else short(value)
+        if isinstance(value, FieldInfo):
+            default, written = value.default, "Field(...)"
+        kind = type(default).__name__
+        if isinstance(default, type):
+            kind = f"type[{default.__name__}]"
+        elif default is PydanticUndefined or default is None:
+            kind = "float" if default is PydanticUndefined else "float | None"
+        advice = f"; for a constant, {name}: ClassVar[{kind}] = {written}" if value is default else ""
+        if name == "kind":
+            kind, advice = f"Literal[{written}]", ""
+        raise TypeError(f"{cls.__name__}.{name}: a field needs a type, as in {name}: {kind} = {written}{advice}")
+
+
+def _refuse_other_decorators(cls: type[Component], name: str, own: object, base: type) -> None:
+    """Raise TypeError if only one of a class and its base defines `name` as a property, or if a method without
+    decorator replaces a class method of the base.
+    """
+    kinds = {property: "@property", cached_property: "@property", classmethod: "@classmethod"}
+    kinds |= {staticmethod: "@staticmethod", FunctionType: "no decorator"}
+    got, needed = (next((kinds[own] for own in kinds if isinstance(x, own)), "") for x in (own, vars(base)[name]))
+    differ = "@property" in (got, needed) or (got, needed) == ("no decorator", "@classmethod")
+    if got and needed and got != needed and differ:
+        raise TypeError(f"{cls.__name__}: `{name}` needs {needed} above it, as in {base.__name__}, got {got}")
+
+
 def _accepts_calls_of(own: FunctionType, inherited: FunctionType) -> bool:
     """Return True if a method accepts every number of positional arguments that the inherited one accepts."""
     ours, theirs = own.__code__, inherited.__code__
@@ -465,7 +501,10 @@ def _register(cls: type[Component]) -> None:
                     f"{cls.__name__}: `{name}` of {base.__name__} is final and cannot be overridden; rename it"
                 )
     for name, own in vars(cls).items():
-        inherited = next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
+        base = next((base for base in cls.__mro__[1:] if name in vars(base)), object)
+        inherited = vars(base).get(name)
+        if base not in BaseModel.__mro__:
+            _refuse_other_decorators(cls, name, own, base)
         if inspect.isfunction(own) and inspect.isfunction(inherited) and not _accepts_calls_of(own, inherited):
             raise TypeError(
                 f"{cls.__name__}: the method `{name}` is called as {name}({_arguments(inherited)}), but is defined as "
@@ -480,7 +519,12 @@ def _register(cls: type[Component]) -> None:
         )
     annotation = cls.model_fields["kind"].annotation
     words = get_args(annotation)
-    if get_origin(annotation) is Literal and words != (kind,):
+    if get_origin(annotation) is not Literal:
+        raise TypeError(
+            f"{cls.__name__}: the field `kind` has the annotation {getattr(annotation, '__name__', annotation)}; write "
+            f"`kind: Literal[{kind!r}] = {kind!r}`"
+        )
+    if words != (kind,):
         raise TypeError(
             f"{cls.__name__}: `kind` has the annotation Literal[{', '.join(map(repr, words))}] and the default "
             f"{kind!r}, so that its name in recipes is unclear; write the same word in both"

@@ -3,9 +3,11 @@
 import copy
 import inspect
 import json
+import math
 import pickle
 import pydoc
-from typing import Literal
+from functools import partial
+from typing import ClassVar, Literal
 from warnings import catch_warnings
 
 import pytest
@@ -21,7 +23,7 @@ from eigengraft.experiments.training.schedule import LearningRateSchedule
 from eigengraft.optimizers.recipe.loading import parse_yaml
 from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.optimizers.write.write import WeightDecay
-from eigengraft.preconditioners import RMS, Cadence, Chain, Eigenbasis, Every, Gram, Momentum, Shampoo
+from eigengraft.preconditioners import RMS, Cadence, Chain, Eigenbasis, Every, Gram, Momentum, RootSolver, Shampoo
 from eigengraft.reference import example_of
 
 from ..refusals import refused
@@ -369,6 +371,99 @@ def test_a_kind_has_one_word_in_annotation_and_default(registry: None) -> None:
             kind: Literal["test_winez"] = "test_wine"  # type: ignore[assignment]
 
     assert not {"test_winez", "test_wine"} & WeightDecay.members.keys()
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (0.9, ("own: float = 0.9", "own: ClassVar[float] = 0.9")),
+        (None, ("own: float | None = None",)),
+        (Field(0.9), ("own: float = Field(...)",)),
+        (Field(ge=0), ("own: float = Field(...)",)),
+        (Every(), ("own: Every = Every()", "own: ClassVar[Every]")),
+        (Every, ("own: type[Every] = Every",)),
+    ],
+)
+@pytest.mark.parametrize("name", ["", "kind"])
+def test_a_field_without_a_type_is_told_the_class_and_the_type(
+    name: str, value: object, says: tuple[str, ...], registry: None
+) -> None:
+    fields = {"__module__": __name__, "kind": "test_own", "__annotations__": {"kind": Literal["test_own"]}}
+    if name:
+        del fields["__annotations__"]
+        says = ("kind: Literal['test_own'] = 'test_own'",)
+    else:
+        fields["own"] = value
+    with catch_warnings(action="error"), refused(TypeError, f"Own.{name or 'own'}", *says):
+        type("Own", (Stage,), fields)
+    assert "test_own" not in Stage.members
+
+
+def test_values_that_are_no_fields_need_no_type_and_annotations_name_local_classes(registry: None) -> None:
+    class Local(Component):
+        size: int = 3
+
+    class Own(Stage):
+        kind: Literal["test_own"] = "test_own"
+        local: "Local" = Local()
+        table: "ClassVar[tuple[int, ...]]" = (1, 2)
+        number = ("test_own", "size")
+        _hidden = 2
+
+        class Inside:
+            """No field."""
+
+        half = partial(math.pow, 0.5)
+
+        def apply(self, *values):  # type: ignore[no-untyped-def]
+            return values[2]
+
+    assert set(Own.model_fields) == {"kind", "name", "local"} and Own().local == Local() and Own.table == (1, 2)
+
+
+def test_the_annotation_of_a_kind_is_a_literal(registry: None) -> None:
+    with refused(TypeError, "Wide", "str", "Literal['test_wide']"):
+
+        class Wide(WeightDecay):
+            kind: str = "test_wide"
+
+    assert "test_wide" not in WeightDecay.members
+
+
+def test_a_property_stays_a_property_and_a_method_a_method(registry: None) -> None:
+    with refused(TypeError, "Method", "interval", "@property", "Cadence"):
+
+        class Method(Cadence):
+            kind: Literal["test_method"] = "test_method"
+
+            def interval(self) -> float:  # type: ignore[override]
+                return 2.0
+
+    with refused(TypeError, "Property", "apply", "no decorator", "Stage", "@property"):
+
+        class Property(Stage):
+            kind: Literal["test_property"] = "test_property"
+
+            @property
+            def apply(self) -> float:  # type: ignore[override]
+                return 2.0
+
+    with refused(TypeError, "Plain", "equal_to", "@classmethod", "MatrixSolver"):
+
+        class Plain(RootSolver):
+            kind: Literal["test_plain"] = "test_plain"
+
+            def equal_to(self, other, dtype):  # type: ignore[no-untyped-def, override]
+                return None
+
+    class Static(Task):
+        kind: Literal["test_static"] = "test_static"
+
+        @staticmethod
+        def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return outputs
+
+    assert "test_static" in Task.members
 
 
 def use_a_member_without_a_kind() -> None:

@@ -151,12 +151,20 @@ def eigen(a: Tensor, exponent: Fraction) -> tuple[Tensor, Tensor]:
     return symmetrized((q * values.clamp_min(1e-12).pow(-float(exponent)).unsqueeze(1)) @ q.mT), ok
 
 
+def floored(a: Tensor, exponent: Fraction, largest: Callable[[Tensor], Tensor]) -> Root:
+    s, u = torch.linalg.eigh(a.nan_to_num(0, 0, 0))
+    s = torch.maximum(s, 1e-3 * largest(s))
+    return Root(symmetrized((u * s.pow(-float(exponent)).unsqueeze(1)) @ u.mT), finite_blocks(a))
+
+
 ROOT: dict[str, Callable[[Tensor, Fraction], Any]] = {
     "sound": lambda a, e: Root(*eigen(a, e)),
     "only a tensor": lambda a, e: eigen(a, e)[0],
     "raises for nan": lambda a, e: Root(torch.linalg.inv(torch.linalg.cholesky(a))),
     "a global draw": lambda a, e: Root(*eigen(a + 1e-9 * torch.randn_like(a).square(), e)),
     "ridge of the stack": lambda a, e: Root(*eigen(a + 1e-3 * a.abs().max() * identity_like(a), e)),
+    "floor of the stack": lambda a, e: floored(a, e, lambda s: s.amax(-1).max()),
+    "small floor of the stack": lambda a, e: floored(a, e, lambda s: 1e-6 * s.max()),
     "in place": lambda a, e: Root(*eigen(a.add_(identity_like(a)), e)),
     "mean after a helper": lambda a, e: Root((r := eigen(a, e)[0]) + 1e-3 * r.mean(0), finite_blocks(a)),
     "float32": lambda a, e: Root(*eigen(a.float(), e)),
@@ -173,8 +181,13 @@ class WrongRoot(RootSolver):
     fault: str
 
     def root(self, a: Tensor, exponent: Fraction) -> Root:
-        found: Root = ROOT[self.fault](a, exponent)
+        found: Root = ROOT.get(self.fault, ROOT["sound"])(a, exponent)
         return found
+
+    def diagonal_root(self, a: Tensor, exponent: Fraction) -> Root:
+        if self.fault == "diagonals of the stack":
+            a = torch.maximum(a, 1e-12 * a.nan_to_num().max())
+        return super().diagonal_root(a, exponent)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +203,9 @@ class WrongRoot(RootSolver):
         ("one ok", ("ok", "[4]", "[]")),
         ("power", (0.01, "1/4")),
         ("not symmetric", (1e-14, "transpose")),
+        ("floor of the stack", ("unlike sizes", "`max`", HERE, "axis 0")),
+        ("small floor of the stack", ("unlike sizes", "`max`", HERE, "axis 0")),
+        ("diagonals of the stack", ("diagonal", "unlike sizes", "`max`", HERE, "axis 0")),
     ],
 )
 def test_mistakes_in_root_solvers(fault: str, says: tuple[object, ...]) -> None:
@@ -218,6 +234,9 @@ BASIS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a global draw": lambda a, q: Basis(torch.linalg.qr(a @ (q + 1e-6 * torch.randn(6, 6, dtype=a.dtype))).Q),
     "writes to q": lambda a, q: Basis(q.contiguous().copy_(torch.linalg.qr(a @ q).Q)),
     "not normalized": lambda a, q: Basis(a @ q),
+    "ridge of the stack": lambda a, q: Basis(
+        torch.linalg.qr((a + 1e-13 * a.nan_to_num().abs().max() * identity_like(a)) @ q).Q
+    ),
     "in place": lambda a, q: Basis(torch.linalg.qr(a.div_(2.0) @ q).Q),
 }
 
@@ -242,6 +261,7 @@ class WrongBasis(BasisSolver):
         ("writes to q", ("`copy_`", "q", HERE)),
         ("not normalized", ("Q^T Q", "I", 1e-13)),
         ("in place", ("`div_`", "matrix", HERE)),
+        ("ridge of the stack", ("unlike sizes", "`max`", HERE, "axis 0")),
     ],
 )
 def test_mistakes_in_basis_solvers(fault: str, says: tuple[object, ...]) -> None:
@@ -252,6 +272,9 @@ def test_mistakes_in_basis_solvers(fault: str, says: tuple[object, ...]) -> None
 POLAR: dict[str, Callable[[Tensor], Any]] = {
     "no guard": lambda x: x / torch.linalg.matrix_norm(x)[:, None, None],
     "over the stack": lambda x: x / x.norm(),
+    "floor of the stack": lambda x: (
+        x / torch.maximum(n := torch.linalg.matrix_norm(x), 1e-3 * n.max()).clamp_min(1e-30)[:, None, None]
+    ),
     "transposed": lambda x: x.mT,
     "in place": lambda x: x.mul_(2.0),
 }
@@ -275,6 +298,7 @@ class WrongPolar(PolarSolver):
         ("over the stack", ("linalg_vector_norm", HERE, "axis 0")),
         ("transposed", ("(6, 4)", "[3, 4, 6]")),
         ("in place", ("`mul_`", HERE)),
+        ("floor of the stack", ("unlike sizes", "`max`", HERE, "axis 0")),
     ],
 )
 def test_mistakes_in_polar_solvers(fault: str, says: tuple[object, ...]) -> None:
@@ -284,6 +308,7 @@ def test_mistakes_in_polar_solvers(fault: str, says: tuple[object, ...]) -> None
 
 BOUND: dict[str, Callable[[Tensor], Any]] = {
     "of the stack": lambda a: torch.linalg.vector_norm(a).expand(len(a)),
+    "floor of the stack": lambda a: torch.maximum(n := torch.linalg.matrix_norm(a), 0.5 * n.max()),
     "one number": lambda a: torch.linalg.vector_norm(a),
     "too small": lambda a: a.diagonal(dim1=1, dim2=2).amax(1) * 0.5,
     "in place": lambda a: torch.linalg.matrix_norm(a.mul_(1.5)),
@@ -308,6 +333,7 @@ class WrongBound(EigenvalueBound):
         ("one number", ("of_scaled()", "[4]", "[]")),
         ("too small", ("largest eigenvalue",)),
         ("in place", ("`mul_`", "the matrix", HERE)),
+        ("floor of the stack", ("unlike sizes", "`max`", HERE, "axis 0")),
     ],
 )
 def test_mistakes_in_bounds(fault: str, says: tuple[object, ...]) -> None:
@@ -398,11 +424,22 @@ def test_a_sound_statistic_and_one_without_a_contribution() -> None:
 
 # Quantizers.
 
+
+def eighth(x: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    whole = rows(scale, x.ndim) if scale.ndim == 1 and len(scale) == len(x) else scale
+    return {"codes": (127 * x / whole).round().to(torch.int8), "scale": scale}
+
+
 ENCODE: dict[str, Callable[[Tensor], Any]] = {
     "sound": lambda x: {"halves": x.half()},
     "only a tensor": lambda x: x.half(),
     "a global draw": lambda x: {"halves": (x + 1e-4 * torch.rand_like(x) * (x != 0)).half()},
     "scale of the stack": lambda x: {"halves": (x / x.abs().max()).half(), "scale": x.abs().max().repeat(len(x))},
+    "floor of the stack": lambda x: {"halves": (x + 1e-7 * x.abs().max()).half()},
+    "zero over zero": lambda x: eighth(x, x.reshape(len(x), -1).abs().amax(1)),
+    "last axis": lambda x: eighth(x, x.abs().amax(-1, keepdim=True)),
+    "last axis, undeclared": lambda x: eighth(x, x.abs().amax(-1, keepdim=True).clamp_min(1e-30)),
+    "last two axes": lambda x: eighth(x, x.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30)),
     "one scale": lambda x: {"halves": x.half(), "scale": x.abs().max()},
     "in place": lambda x: {"halves": x.mul_(0.99).half()},
     "item": lambda x: {"halves": (x / max(x.abs().max().item(), 1.0)).half()},
@@ -415,10 +452,16 @@ class WrongQuantizer(Quantizer):
     kind: Literal["wrong_quantizer"] = "wrong_quantizer"
     fault: str
 
+    def unsupported(self, slot: Slot) -> str | None:
+        return "no axes" if self.fault == "last axis" and not slot.shape else None
+
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         return ENCODE.get(self.fault, ENCODE["sound"])(x)  # type: ignore[no-any-return]
 
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
+        if "codes" in encoded:
+            scale = encoded["scale"].to(dtype)
+            return encoded["codes"] * (rows(scale, 1 + len(slot.shape)) if scale.ndim == 1 else scale) / 127
         x = encoded["halves"].to(torch.float32 if self.fault == "float32" else dtype)
         return x.flatten(1) if self.fault == "flat" else x
 
@@ -434,6 +477,11 @@ class WrongQuantizer(Quantizer):
         ("item", (HERE, "_local_scalar_dense")),
         ("float32", ("torch.float64", "torch.float32")),
         ("flat", ("(4, 9, 9)", "(4, 81)")),
+        ("floor of the stack", ("`max`", HERE, "axis 0")),
+        ("zero over zero", ("zeros", "torch.int8", HERE, "torch.where")),
+        ("last axis", ("zeros", "torch.int8", HERE, "torch.where")),
+        ("last axis, undeclared", ("shape ()", "scale", "[4, ...]", "[1]", "`unsupported`")),
+        ("last two axes", ("shape ()", "`unsupported`", "IndexError", HERE)),
     ],
 )
 def test_mistakes_in_quantizers(fault: str, says: tuple[object, ...]) -> None:

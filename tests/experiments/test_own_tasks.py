@@ -263,7 +263,7 @@ class Net(Task):
     """A task whose data or model have one fault."""
 
     kind: Literal["net"] = "net"
-    fault: Literal["none", "nan", "unused", "columns"] = "none"
+    fault: Literal["none", "nan", "unused", "columns", "detached", "a number", "nan loss", "nan in evaluation"] = "none"
 
     def load(self) -> Dataset:
         x = torch.from_numpy(generator(0).normal(size=(40, 6))).float()
@@ -284,6 +284,27 @@ class Net(Task):
         if self.fault == "unused":
             model.register_parameter("scale", nn.Parameter(torch.ones(3)))
         return model
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = super().loss(outputs, targets)
+        if self.fault == "nan loss" or (self.fault == "nan in evaluation" and outputs.dtype == torch.float64):
+            return loss * math.nan
+        return loss.detach() if self.fault == "detached" else loss.item() if self.fault == "a number" else loss  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("detached", ("gradients", "detach()", "torch.no_grad()")),
+        ("a number", ("loss()", "a tensor", "float", "item()")),
+        ("nan loss", ("the loss of batch(0, 0)", "a finite number", "nan", "batch 0 of the data for validation")),
+        ("nan in evaluation", ("the loss of batch 0 of the data for validation", "a finite number", "nan")),
+    ],
+)
+def test_a_loss_that_trains_nothing_breaks_a_law(fault: Any, says: tuple[str, ...]) -> None:
+    with refused(LawError, "task.net", *says) as caught:
+        check_task(Net(fault=fault))
+    assert "expected nan" not in str(caught.value) and "Metrics(" not in str(caught.value)
 
 
 def test_a_number_that_is_not_finite_breaks_no_law_of_equal_batches() -> None:

@@ -74,6 +74,7 @@ class OperationWatch(TorchDispatchMode):
     places: operations that give numbers to the blocks of the stack, or split the stack into blocks, so that a result
         may depend on the index of a block.
     writes: in-place operations on the watched inputs, with the name of the input.
+    casts: conversions of nan or inf to integers, whose result differs between devices.
     """
 
     def __init__(self, component: Component, blocks: int = 0, inputs: Mapping[str, Tensor] | None = None) -> None:
@@ -88,7 +89,7 @@ class OperationWatch(TorchDispatchMode):
         self.files, self.blocks = files_of(component), blocks
         self.inputs = {tensor.untyped_storage()._cdata: name for name, tensor in (inputs or {}).items()}
         self.global_draws, self.draws, self.mixes = list[str](), list[str](), list[str]()
-        self.places, self.writes = list[str](), list[str]()
+        self.places, self.writes, self.casts = list[str](), list[str](), list[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,6 +100,10 @@ class OperationWatch(TorchDispatchMode):
                     if (known := self.inputs.get(tensor.untyped_storage()._cdata)) is not None:
                         self._record(self.writes, f"`{name}` on {known}")
         result = func(*args, **kwargs)
+        if name in ("_to_copy", "copy_") and _is_integer(result):
+            given = args[name == "copy_"]
+            if given.is_floating_point() and not bool(given.isfinite().all()):
+                self._record(self.casts, f"a cast to {result.dtype}")
         if torch.Tag.nondeterministic_seeded in func.tags:
             own = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
             self._record(self.draws if own else self.global_draws, f"`{name}`")
@@ -169,6 +174,18 @@ def stack_cause(component: Component, run: Callable[[], object]) -> str:
     if watch.places:
         return f" ({watch.places[0]} depends on the place of a block on axis 0, the stack, which differs between runs)"
     return " (no operation along axis 0, the stack, was found; is there a loop, a cache or a count of blocks?)"
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def casts_of_nan(component: Component, run: Callable[[], object]) -> list[str]:
+    """Return the lines at which a component converts nan or inf to integers.
+
+    run: function that runs the component on finite numbers.
+    """
+    return _watched(OperationWatch(component), run).casts
 
 
 def write_cause(component: Component, inputs: Mapping[str, Tensor], run: Callable[[], object]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from eigengraft.component import Component, families, validated
@@ -190,7 +191,7 @@ def require_close(
     by_step: True if the first axis of the tensors counts steps. The error then names the first step at which they
         differ.
     """
-    largest = max(float(theirs.abs().max()), 1e-300)
+    largest = max(float(theirs.abs().max()), 1e-300, torch.finfo(theirs.dtype).tiny)
     errors = (ours - theirs).abs() / largest
     error = float(errors.max())
     if error <= tolerance:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from eigengraft.quantization import Quantizer
 from eigengraft.slots import Encoded, Role, Slot, Uniform
 
 from .accelerator import accelerator
-from .causes import WATCHED_BLOCKS, stack_cause, write_cause
+from .causes import WATCHED_BLOCKS, casts_of_nan, stack_cause, write_cause
 from .device_laws import require_no_waits, without_accelerator
 from .laws import Case, Law, broken, in_parentheses, require, require_close, the_declaration_survives
 from .samples import standard_normal
@@ -49,6 +49,18 @@ class QuantizerCase(Case[Quantizer]):
         cause = in_parentheses(f"of {role}: {problem}; raise `size` if the quantizer needs larger matrices")
         raise broken(what, "None, which accepts the slot, for at least one role", "a refusal of each", cause)
 
+    def examples(self, blocks: int = 4) -> Iterator[tuple[str, Slot, Tensor]]:
+        """Yield (end of the name in errors, slot, float32 stack) for the slot of `example` and for slots of other
+        shapes that the quantizer accepts, such as one number for each block.
+        """
+        yield "", *self.example(blocks)
+        roles: tuple[Role, ...] = ("second_moment", "first_moment")
+        for shape in ((), (self.size,), (3, self.size, 2)):
+            slots = (Slot(shape, role=role) for role in roles)
+            slot = next((slot for slot in slots if self.component.unsupported(slot) is None), None)
+            if slot is not None:
+                yield f" (of a slot of shape {shape})", slot, standard_normal(blocks, *shape, seed=1).square().float()
+
 
 def _nearly_one(like: Tensor, purpose: str) -> Tensor:
     return torch.full_like(like, 1 - 2**-24)
@@ -56,32 +68,42 @@ def _nearly_one(like: Tensor, purpose: str) -> Tensor:
 
 def parts_are_plain_tensors_with_a_leading_axis(case: QuantizerCase) -> None:
     """The stored tensors are `[N, ...]` and contiguous; their names, dtypes and shapes do not depend on the numbers."""
-    _, x = case.example()
-    found: object = case.component.encode(x)
-    require(isinstance(found, Mapping), "encode()", "a mapping {name: tensor}", type(found).__name__)
-    one, two = case.component.encode(x), case.component.encode(x.flip(0) * 3, case.component.encode(x))
-    require(len(one) > 0, "encode()", "at least one part", "none")
-    for name, part in one.items():
-        fine = type(part) is Tensor and part.ndim > 0 and len(part) == len(x)
-        require(fine, f"part '{name}'", f"a plain tensor of shape [{len(x)}, ...]", _short(part))
-        remedy = in_parentheses("return it `.contiguous()`")
-        require(part.is_contiguous(), f"part '{name}'", "contiguous memory", f"strides {part.stride()}", remedy)
-    want = {name: (part.dtype, part.shape) for name, part in one.items()}
-    got = {name: (part.dtype, part.shape) for name, part in two.items()}
-    require(got == want, "(dtype, shape) of the parts beside other parts `before`", f"{want}", got)
+    for name, slot, x in case.examples():
+        try:
+            found: object = case.component.encode(x)
+        except Exception as error:
+            if name:
+                error.add_note(f"for a slot of shape {slot.shape}, which `unsupported` does not refuse")
+            raise
+        require(isinstance(found, Mapping), "encode()", "a mapping {name: tensor}", type(found).__name__)
+        one, two = case.component.encode(x), case.component.encode(x.flip(0) * 3, case.component.encode(x))
+        require(len(one) > 0, "encode()", "at least one part", "none")
+        for part_name, part in one.items():
+            what = f"part '{part_name}'{name}"
+            fine = type(part) is Tensor and part.ndim > 0 and len(part) == len(x)
+            remedy = in_parentheses(_NEEDS_AXES) if x.ndim == 1 else ""
+            require(fine, what, f"a plain tensor of shape [{len(x)}, ...]", _short(part), remedy)
+            remedy = in_parentheses("return it `.contiguous()`")
+            require(part.is_contiguous(), what, "contiguous memory", f"strides {part.stride()}", remedy)
+        want = {key: (part.dtype, part.shape) for key, part in one.items()}
+        got = {key: (part.dtype, part.shape) for key, part in two.items()}
+        require(got == want, f"(dtype, shape) of the parts beside other parts `before`{name}", f"{want}", got)
+
+
+_NEEDS_AXES = "does encode() need an axis besides the stack? Then `unsupported` must return why for slots without axes"
 
 
 def shape_and_dtype_come_back(case: QuantizerCase) -> None:
     """Decoded tensors have the requested dtype, the shape of the slot, and memory of their own."""
-    slot, x = case.example()
-    for dtype in _DTYPES:
-        parts = case.component.encode(x.to(dtype))
-        before = _copies(parts)
-        y = case.component.decode(parts, slot, dtype)
-        want, got = (dtype, tuple(x.shape)), (y.dtype, tuple(y.shape))
-        require(got == want, "decode(), (dtype, shape)", f"{want}", got)
-        y.fill_(7.0)
-        require(_same(parts, before), "decode()", "a tensor with memory of its own", "a view of the parts")
+    for name, slot, x in case.examples():
+        for dtype in _DTYPES:
+            parts = case.component.encode(x.to(dtype))
+            before = _copies(parts)
+            y = case.component.decode(parts, slot, dtype)
+            want, got = (dtype, tuple(x.shape)), (y.dtype, tuple(y.shape))
+            require(got == want, f"decode(), (dtype, shape){name}", f"{want}", got)
+            y.fill_(7.0)
+            require(_same(parts, before), "decode()", "a tensor with memory of its own", "a view of the parts")
 
 
 def nothing_given_is_written_to(case: QuantizerCase) -> None:
@@ -111,23 +133,29 @@ def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
 
 
 def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
-    """A block is decoded to the same numbers in a stack and alone. The tolerance is 1e-5, because encoding may compute
-    products and eigenvectors.
+    """A block is decoded to the same numbers in a stack and alone, also if the others are 1e8 times as large. The
+    tolerance is 1e-5, because encoding may compute products and eigenvectors.
     """
-    slot, x = case.example()
+    for place, (name, slot, x) in enumerate(case.examples()):
+        sizes = torch.tensor([1.0, 1e-8, 1.0, 1e-4]).reshape(-1, *[1] * len(slot.shape))
+        for stack in (x, x if slot.role == "basis" else x * sizes):
+            _require_row_by_row(case, place, name, slot, stack)
+
+
+def _require_row_by_row(case: QuantizerCase, place: int, name: str, slot: Slot, x: Tensor) -> None:
     stacked = case.component.encode(x)
     everything = case.component.decode(stacked, slot, _FLOAT32)
 
     def cause() -> str:
-        _, many = case.example(WATCHED_BLOCKS)
+        many = list(case.examples(WATCHED_BLOCKS))[place][2]
         return stack_cause(case.component, lambda: case.component.decode(case.component.encode(many), slot, _FLOAT32))
 
     for i in range(len(x)):
-        row = {name: part[i : i + 1] for name, part in stacked.items()}
+        row = {key: part[i : i + 1] for key, part in stacked.items()}
         decoded = case.component.decode(row, slot, _FLOAT32)[0]
-        require_close(decoded, everything[i], 1e-5, f"block {i} decoded alone and in its stack", cause)
+        require_close(decoded, everything[i], 1e-5, f"block {i} decoded alone and in its stack{name}", cause)
         alone = case.component.decode(case.component.encode(x[i : i + 1]), slot, _FLOAT32)[0]
-        require_close(alone, everything[i], 1e-5, f"block {i} encoded alone and in its stack", cause)
+        require_close(alone, everything[i], 1e-5, f"block {i} encoded alone and in its stack{name}", cause)
 
 
 def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
@@ -135,17 +163,37 @@ def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
 
     This holds with and without random numbers, and also if the tensors stored another matrix before.
     """
-    slot, x = case.example()
-    zero = x.clone()
-    zero[2] = 0.0
-    uniforms: tuple[Uniform | None, ...] = (None, _nearly_one)
-    for uniform in uniforms:
-        for before in (None, case.component.encode(x)):
-            y = case.component.decode(case.component.encode(zero, before, uniform), slot, _FLOAT32)
-            require(y.isfinite().all(), "decoded blocks", "finite numbers", "nan or inf")
-            require(not y[2].any(), "a decoded block of zeros", "0", f"up to {float(y[2].abs().max()):.2g}")
-            beside = bool(y[[0, 1, 3]].flatten(1).any(1).all())
-            require(beside, "decoded blocks beside a block of zeros", "numbers other than 0", "zeros")
+    for name, slot, x in case.examples():
+        zero = x.clone()
+        zero[2] = 0.0
+        for uniform in _UNIFORMS:
+            for before in (None, case.component.encode(x)):
+                y = case.component.decode(case.component.encode(zero, before, uniform), slot, _FLOAT32)
+                require(y.isfinite().all(), f"decoded blocks{name}", "finite numbers", "nan or inf")
+                largest = f"up to {float(y[2].abs().max()):.2g}"
+                require(not y[2].any(), f"a decoded block of zeros{name}", "0", largest)
+                beside = bool(y[[0, 1, 3]].reshape(3, -1).any(1).all())
+                require(beside, f"decoded blocks beside a block of zeros{name}", "numbers other than 0", "zeros")
+
+
+_UNIFORMS: tuple[Uniform | None, ...] = (None, _nearly_one)
+
+
+def codes_are_made_from_finite_numbers(case: QuantizerCase) -> None:
+    """No nan or inf is converted to an integer if all numbers are finite, also for blocks and rows of zeros. Such a
+    conversion gives another integer on another device.
+    """
+    for name, _, x in case.examples():
+        zero = x.clone()
+        zero[2] = 0.0
+        if x.ndim > 1:
+            zero[1, 0] = 0.0
+        for uniform in _UNIFORMS:
+            for before in (None, case.component.encode(x)):
+                casts = casts_of_nan(case.component, lambda: case.component.encode(zero, before, uniform))  # noqa: B023
+                cause = in_parentheses("is 0 divided by 0? divide where the scale is not 0, by torch.where")
+                what = f"numbers that encode() converts to integers, for a block or row of zeros{name}"
+                require(not casts, what, "finite numbers", f"nan or inf in {casts[0]}" if casts else "", cause)
 
 
 def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
@@ -272,6 +320,7 @@ QUANTIZER_LAWS: tuple[Law[QuantizerCase], ...] = (
     Law(the_same_numbers_have_the_same_codes),
     Law(rows_are_coded_one_by_one),
     Law(zero_is_zero_beside_what_is_not),
+    Law(codes_are_made_from_finite_numbers),
     Law(what_is_not_finite_is_seen_or_kept_out),
     Law(numbers_come_back_nearly),
     Law(draws_average_out, without_draws),

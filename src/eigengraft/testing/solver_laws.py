@@ -62,17 +62,21 @@ def solve(solver: AnySolver, a: Tensor) -> Tensor:
     A basis solver is called twice. The second call receives another matrix and the basis of the first call, and its
     result is returned.
     """
-    if isinstance(solver, PolarSolver):
-        return solver.polar(a)
-    if isinstance(solver, RootSolver):
-        value, ok = solver.root(a, usual_exponent(solver))[:2]
-    else:
-        q, _, ok = solver.basis(a, cold(solver, a), True)
-        require(ok.all(), "`ok` for definite matrices", "True for all", ok.tolist())
-        value, _, ok = solver.basis(a + a.flip(-2, -1), q, False)
+    value, ok = solved(solver, a)
     fine = ok.shape == a.shape[:1] and ok.dtype == torch.bool and bool(ok.all())
     require(fine, "`ok` for definite matrices", "one bool for each matrix, all of them True", ok)
     return value
+
+
+def solved(solver: AnySolver, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result of `solve`, and `ok`, for a stack of matrices that a solver may mark as failed."""
+    if isinstance(solver, PolarSolver):
+        return solver.polar(a), torch.ones(len(a), dtype=torch.bool)
+    if isinstance(solver, RootSolver):
+        return solver.root(a, usual_exponent(solver))[:2]
+    q, _, first = solver.basis(a, cold(solver, a), True)
+    value, _, ok = solver.basis(a + a.flip(-2, -1), q, False)
+    return value, first & ok
 
 
 def cold(solver: BasisSolver, a: Tensor) -> Tensor:
@@ -82,17 +86,28 @@ def cold(solver: BasisSolver, a: Tensor) -> Tensor:
 
 
 def a_stack_is_solved_as_its_matrices(case: SolverCase[AnySolver]) -> None:
-    """A matrix in a stack has the same result as the matrix alone."""
-    a = definite()
-    stacked = solve(case.component, a)
+    """A matrix in a stack has the same result as the matrix alone, also if the others are 1e8 times as large."""
 
     def cause() -> str:
         many = definite(WATCHED_BLOCKS)
         return stack_cause(case.component, lambda: solve(case.component, many))
 
-    for i in range(len(a)):
-        alone = solve(case.component, a[i : i + 1])
-        require_close(stacked[i : i + 1], alone, ROUNDING, f"the result of matrix {i} in a stack of 4 and alone", cause)
+    for name, a in (("", definite()), (" of unlike sizes", unlike(definite()))):
+        stacked, marked = solved(case.component, a)
+        for i in range(len(a)):
+            alone, ok = solved(case.component, a[i : i + 1])
+            what = f"matrix {i} in a stack of {len(a)}{name} and alone"
+            if ok.tolist() != marked[i : i + 1].tolist():
+                raise broken(f"`ok` for {what}", "the same", "another", cause())
+            ours, theirs = (x.nan_to_num() if name else x for x in (stacked[i : i + 1], alone))  # of a singular matrix
+            require_close(ours, theirs, ROUNDING, f"the result of {what}", cause)
+
+
+def unlike(a: Tensor) -> Tensor:
+    """Return matrices of unlike sizes for a stack `[4, d, d]`: A, 1e-8 A, a matrix with one entry, and 1e8 A."""
+    entry = torch.zeros_like(a[2])
+    entry[0, 0] = a[2, 0, 0]
+    return torch.stack([a[0], 1e-8 * a[1], entry, 1e8 * a[3]])
 
 
 def results_have_their_type_and_shape(case: SolverCase[AnySolver]) -> None:
@@ -165,16 +180,16 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase[AnySolve
     spoiled = a.clone()
     spoiled[1] = torch.nan
 
-    def solved(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    def once(matrices: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(case.component, RootSolver):
             return case.component.root(matrices, usual_exponent(case.component))[:2]
         assert isinstance(case.component, BasisSolver)
         q, _, ok = case.component.basis(matrices, cold(case.component, matrices), True)
         return q, ok
 
-    theirs, _ = solved(a)
+    theirs, _ = once(a)
     try:
-        ours, marked = solved(spoiled)
+        ours, marked = once(spoiled)
     except Exception as error:
         remedy = (
             "replace such matrices before the decomposition: torch.where(finite_blocks(a)[:, None, None], a, "
@@ -272,8 +287,9 @@ def roots_turn_and_scale_with_the_matrix(case: SolverCase[RootSolver]) -> None:
         what = "the root of U A U^T and U R U^T for the root R of A"
         require_close(solve(solver, u @ a @ u.T), u @ root @ u.T, case.tolerance, what)
     if case.degree is not None:
-        scaled = solve(solver, a * 1e6) * 1e6 ** (-case.degree * float(usual_exponent(solver)))
-        what = f"the root of 1e6 A times 1e6^({-case.degree:g} e) and the root of A"
+        power = -case.degree * float(usual_exponent(solver))
+        scaled = solve(solver, a * 1e6) * 1e6**power
+        what = f"the root of 1e6 A, times 1e6^{power:g}, and the root of A"
         require_close(scaled, root, case.tolerance, what, lambda: _ABSOLUTE_RIDGE)
 
 
@@ -330,6 +346,13 @@ def roots_of_diagonals_are_elementwise(case: SolverCase[RootSolver]) -> None:
     spoiled = solver.diagonal_root(torch.cat([a, torch.full((1, 3), torch.nan, dtype=torch.float64)]), exponent)
     same = spoiled.ok.tolist() == [True, True, False] and torch.equal(spoiled.value[:2], root.value)
     require(same, "`ok` for a stack with nan in matrix 2", "[True, True, False]", spoiled.ok.tolist())
+    unlike_rows = torch.cat([a, 1e-8 * a[:1], a.new_tensor([[1.0, 0.0, 0.0]])])
+    together = solver.diagonal_root(unlike_rows, exponent).value.nan_to_num()
+    cause = partial(stack_cause, solver, partial(solver.diagonal_root, a[:1].repeat(WATCHED_BLOCKS, 1), exponent))
+    for i in range(len(unlike_rows)):
+        alone = solver.diagonal_root(unlike_rows[i : i + 1], exponent).value.nan_to_num()
+        what = f"the root of diagonal {i} in a stack of unlike sizes and alone"
+        require_close(together[i : i + 1], alone, ROUNDING, what, cause)
 
 
 ROOT_LAWS: tuple[Law[SolverCase[Any]], ...] = (
@@ -410,12 +433,12 @@ def each_matrix_has_one_bound_and_is_not_written_to(case: BoundCase) -> None:
 
 def bounds_of_a_stack_are_those_of_its_matrices(case: BoundCase) -> None:
     """The bound of a matrix's largest eigenvalue is the same alone and in a stack of matrices."""
-    a, many = definite(), definite(WATCHED_BLOCKS)
-    together = case.component.upper(a)
-    for i in range(len(a)):
-        cause = partial(stack_cause, case.component, partial(case.component.upper, many))
-        what = f"the bounds of matrix {i}, computed alone and in a stack of 4"
-        require_close(case.component.upper(a[i : i + 1]), together[i : i + 1], 1e-6, what, cause)
+    cause = partial(stack_cause, case.component, partial(case.component.upper, definite(WATCHED_BLOCKS)))
+    for name, a in (("", definite()), (" of unlike sizes", unlike(definite()))):
+        together = case.component.upper(a)
+        for i in range(len(a)):
+            what = f"the bounds of matrix {i}, computed alone and in a stack of {len(a)}{name}"
+            require_close(case.component.upper(a[i : i + 1]), together[i : i + 1], 1e-6, what, cause)
 
 
 def bounds_scale_with_the_matrix(case: BoundCase) -> None:

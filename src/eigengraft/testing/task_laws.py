@@ -120,6 +120,8 @@ def the_loss_is_a_mean_over_targets(case: Case[Task]) -> None:
         whole, total = float(case.component.loss(outputs, targets)), 0.0
         for rows in (slice(None, half), slice(half, None)):
             total += float(case.component.loss(outputs[rows], targets[rows])) * targets[rows].numel() / targets.numel()
+    _require_finite(whole, _FIRST)
+    _require_finite(total, "a half of batch(0, 0)")
     fine = math.isclose(whole, total, rel_tol=1e-4, abs_tol=1e-7)
     expected = f"{total:.6g}, the mean over targets, computed from the two halves of the batch"
     require(fine, "the loss of a batch", expected, f"{whole:.6g}")
@@ -187,8 +189,12 @@ def the_loss_is_a_number_with_gradients(case: Case[Task]) -> None:
     batch, model = case.component.load().batch(0, 0), case.component.new_model(0)
     with _faults_of_task(case), located_errors(case.component, model, batch):
         loss = case.component.loss(model(batch.inputs), batch.targets)
-    fine = loss.ndim == 0 and bool(loss.isfinite())
-    require(fine, "the loss", "a finite number of shape []", f"{loss.tolist()} of shape {list(loss.shape)}")
+    got = type(loss).__name__
+    require(isinstance(loss, Tensor), "loss()", "a tensor", got, in_parentheses("return it without item() or float()"))
+    require(loss.ndim == 0, "the loss", "one number, of shape []", f"a tensor of shape {list(loss.shape)}")
+    _require_finite(float(loss.detach()), _FIRST)
+    cause = in_parentheses("does loss() or the model call detach(), `.data` or torch.no_grad()?")
+    require(loss.requires_grad, "the loss", "a tensor with gradients", "one without", cause)
     loss.backward()  # type: ignore[no-untyped-call]
     trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     if unused := [name for name, gradient in trained.items() if gradient is None]:
@@ -205,11 +211,13 @@ def metrics_are_means_over_all_validation_targets(case: Case[Task]) -> None:
     data, model = case.component.load(), case.component.new_model(0).eval()
     total, hits, count = 0.0, 0, 0
     names = set()
-    for inputs, targets in data.evaluation():
+    for place, (inputs, targets) in enumerate(data.evaluation()):
         with torch.no_grad():
             outputs: Tensor = model(inputs)
         names.add(tuple(case.component.metrics(outputs, targets)))
-        total += float(case.component.loss(outputs.double(), targets)) * targets.numel()
+        loss = float(case.component.loss(outputs.double(), targets))
+        _require_finite(loss, f"batch {place} of the data for validation")
+        total += loss * targets.numel()
         hits += int((outputs.argmax(-1) == targets).sum()) if case.component.reports_accuracy else 0
         count += targets.numel()
     metrics = case.component.evaluate(model, data, _CPU)
@@ -227,8 +235,16 @@ def evaluation_repeats_and_leaves_the_model_training(case: Case[Task]) -> None:
     """Two evaluations of one model give the same metrics, and leave the model in training mode."""
     data, model = case.component.load(), case.component.new_model(0)
     one, two = case.component.evaluate(model, data, _CPU), case.component.evaluate(model, data, _CPU)
-    require(one == two, "metrics of the same weights, computed again", f"{one}", two)
+    # two metrics with nan are not equal
+    require(one == two or repr(one) == repr(two), "metrics of the same weights, computed again", f"{one}", two)
     require(model.training, "the model after evaluate()", "training mode", "evaluation mode")
+
+
+_FIRST = "batch(0, 0), of seed 0 and step 1 of a run"
+
+
+def _require_finite(loss: float, batch: str) -> None:
+    require(math.isfinite(loss), f"the loss of {batch}", "a finite number", loss)
 
 
 def _equal(one: Batch, two: Batch) -> bool:
