@@ -196,7 +196,10 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "failed root": Explanation(
         "a statistic is nearly singular or badly scaled, so that its inverse root cannot be computed",
-        lambda run: f"raise `eps` of the root solver{_solver(run)}, lower lr, or raise `failure.roots`",
+        lambda run: (
+            f"raise `eps` of the root solver{_solver(run)}{'' if _is_slow(run) else ', lower lr'}, or raise "
+            "`failure.roots`"
+        ),
     ),
     "model": Explanation(
         "an operation of the model has no finite derivative at some input: a root or norm of 0, a log of 0",
@@ -216,7 +219,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "exploding layer": Explanation(
         "this layer has a learning rate, an initial size or a gain that is far from that of the other layers",
-        lambda run: f"lower {_rate(run)}, add a norm before it, or give it {_decay(run)}",
+        lambda run: f"{_lower_layer(run)}add a norm before it, or give it {_decay(run)}",
     ),
     "dead layer": Explanation(
         "its initial weights, or those of the next layer, are 0, the loss does not use it, or units behind it never "
@@ -617,6 +620,7 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
         found = [*start, *dead, *first]
     elif found[0].kind == "initialization":  # huge inputs make outputs overflow too
         found = [*(one for one in _first_batch(record, notes, sick=True) if one.kind == "inputs"), *found]
+    found = [one for one in found if not _has_other_cause(record, one, {other.kind for other in found})]
     if not found:
         found += _generalization(record)
     if not any(one.kind == "failed root" for one in found):
@@ -624,6 +628,21 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
     return Diagnosis(
         record.run.directory, tuple(_explained(record, one) for one in found), tuple(notes), record.unfinished
     )
+
+
+def _has_other_cause(record: Record, found: Finding, kinds: set[FindingKind]) -> bool:
+    """Return True if a finding whose advice is another learning rate follows from another finding.
+
+    The losses of a run whose first loss is meaningless say nothing about the learning rate. Only updates that are too
+    large do. A loss that does not fall is left out too if another finding advises a lower learning rate, because the
+    advice against a stall may be a higher one.
+
+    kinds: kinds of all findings of the run.
+    """
+    meaningless = bool(kinds & {"initialization", "inputs", "loss"})
+    if found.kind == "stalled":
+        return meaningless or bool(kinds & {"learning rate", "loss not finite"})
+    return found.kind == "learning rate" and meaningless and (record.largest_step or 0.0) < LARGE_STEP
 
 
 def _explained(record: Record, found: Finding) -> Finding:
@@ -746,9 +765,16 @@ def _grows_with_gradients(recipe: Any) -> bool:
     return sizes[1] >= 2 * sizes[0] > 0
 
 
-def _rate(record: Record) -> str:
-    """Return the name of the setting that scales the updates of one layer."""
-    return "`lr_multiplier` of its route" if _setting(record.run.config, "recipe", "routes") else "lr"
+def _is_slow(record: Record) -> bool:
+    """Return True if the loss does not fall, so that no advice may be a lower learning rate."""
+    return any(one.kind == "stalled" for one in _stalled(record))
+
+
+def _lower_layer(record: Record) -> str:
+    """Return advice to lower the setting that scales the updates of one layer; "" if this is that of a slow run."""
+    if _setting(record.run.config, "recipe", "routes"):
+        return "lower `lr_multiplier` of its route, "
+    return "" if _is_slow(record) else "lower lr, "
 
 
 def _init(record: Record) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from eigengraft.errors import ArgumentError
@@ -229,8 +230,8 @@ class Report:
         log: logarithmic axes of the curves over a run: "auto", "none", "x", "y" or "xy".
 
     Raises:
-        ValueError: an argument has a wrong type or value. When the runs are first read: no run has started, an argument
-            names a label that does not exist, or no run has recorded a quantity of `x`.
+        ValueError: an argument has a wrong type or value, or names a label that does not exist; no run has started; or
+            no run has recorded a quantity of `x`.
     """
 
     directory: str | Path
@@ -260,10 +261,11 @@ class Report:
                 raise ArgumentError(name, f"{what} is required, got {getattr(self, name)!r}")
         if unknown := [along for along in self.x if along not in ABSCISSAS]:
             raise ArgumentError("x", f"'{unknown[0]}' is not a quantity of a run; the quantities are {quantities}")
+        _ = self.records  # raises an error about labels
 
     @cached_property
     def records(self) -> Records:
-        """The runs, read from their files at first use."""
+        """The runs, read from their files when the report is made."""
         records = read_records(Path(self.directory), self.baseline, self.only, self.labels)
         for along in self.x:
             if not _recorded(records, along) and tuple(self.x) != _DEFAULT:
@@ -304,7 +306,15 @@ class Report:
 
         Returns:
             The paths of the files.
+
+        Raises:
+            ValueError: `formats` is no list of formats that matplotlib can write.
         """
+        if not _is_list(formats):
+            raise ArgumentError("formats", f"a list of formats, as ['svg', 'pdf'], is required, got {formats!r}")
+        known = FigureCanvasBase.get_supported_filetypes()
+        if unknown := [one for one in formats if one not in known]:
+            raise ArgumentError("formats", f"'{unknown[0]}' is no format of figures; they are {', '.join(known)}")
         make_directory(Path(folder))
         paths = []
         for name, figure in self.figures().items():

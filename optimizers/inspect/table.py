@@ -44,6 +44,12 @@ class Measurement:
         return a / below if below else 0.0 if a == 0 else math.nan
 
     @property
+    def defined(self) -> bool:
+        """Return False for a / 0, as for the first update of a bias that was 0. True for 0 / 0, whose value is 0."""
+        a, b, c = self.sums
+        return not (0 < abs(a) < math.inf and 0 in (b, c))
+
+    @property
     def usual(self) -> tuple[float, float] | None:
         """Return the usual range of the measure, None if none is known."""
         return USUAL.get(self.measure)
@@ -204,9 +210,9 @@ class Inspection(Sequence[Measurement]):
         A condition number has one row, with its largest value. Gradients and updates have two rows, with the largest
         and then the smallest value, or one row if all values are equal. A count that is 0 everywhere has no row.
         Printed rows have the usual range of their measure (see `USUAL`), and the word `outside` if the value is outside
-        of this range.
+        of this range. A ratio to a norm of 0 is left out.
         """
-        rows = tuple(worst_ends((row, row.measure, row.value) for row in self.rows))
+        rows = tuple(worst_ends((row, row.measure, row.value) for row in self.rows if row.defined))
         return type(self)(rows, judged=True)
 
     def values(self) -> list[float]:

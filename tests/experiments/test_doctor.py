@@ -32,6 +32,7 @@ Sickness = Literal[
     "validation",
     "init",
     "nan init",
+    "last",
     "dead",
     "dead middle",
     "overflow",
@@ -97,6 +98,8 @@ class Patient(Task):
             if self.sickness == "small":
                 for parameter in model.parameters():
                     parameter.mul_(0.01)
+            if self.sickness == "last":
+                model[4].weight.mul_(1e37)
             if self.sickness == "head":
                 model[4].weight.mul_(1e-4)
             if self.sickness == "nan init":
@@ -272,6 +275,7 @@ def test_inputs_of_different_scale_are_found_in_a_regression(tmp_path: Path, mon
         ("huge", {"recipe": "sgd", "lr": 0.1}, "inputs, learning rate"),
         ("scale", {"recipe": "soap_fitted", "lr": 0.003}, "inputs"),
         ("softmax", {}, "loss"),
+        ("last", {"lr": 0.003, "steps": 100}, "initialization"),
     ],
 )
 def test_train_ends_with_the_causes_that_the_doctor_finds(
@@ -589,6 +593,33 @@ class Spike(Callback):
     def started(self, run: RunView) -> None:
         weight, count = run.model.get_parameter("2.weight"), iter(range(1, 99))
         weight.register_hook(lambda g: torch.full_like(g, torch.inf) if next(count) in (7, 9) else None)
+
+
+@pytest.mark.parametrize(
+    "kind", ["learning rate", "loss not finite", "model", "failed root", "exploding layer", "initialization"]
+)
+def test_no_two_findings_advise_opposite_changes_of_the_learning_rate(kind: str, tmp_path: Path) -> None:
+    """A run whose loss does not fall, with small updates, in which something else was found too."""
+    train(patient(lr=1e-6, steps=20, log_every=1), tmp_path)
+    (found,) = diagnose(tmp_path).findings
+    assert found.kind == "stalled" and "multiply lr" in found.remedy
+    columns = {
+        "failed root": {"failed_roots": 1},
+        "exploding layer": {"weight_growth_largest": 1e9, "weight_growth_largest_layer": "2.weight"},
+    }
+    if kind in columns:
+        file = tmp_path / "metrics.jsonl"
+        rows = [{**json.loads(line), **columns[kind]} for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        fault = {"place": "gradient", "cause": kind, "step": 2, "layer": "2.weight", "text": "seen"}
+        (tmp_path / "fault.json").write_text(json.dumps(fault))
+    remedies = {one.kind: one.remedy for one in diagnose(tmp_path).findings}
+    assert kind in remedies
+    up = any(word in text for text in remedies.values() for word in ("multiply lr", "set lr"))
+    down = any(word in text for text in remedies.values() for word in ("divide lr", "lower lr"))
+    assert not (up and down) and not (kind == "initialization" and (up or down)), remedies
+    assert up == (kind in (*columns, "model"))
 
 
 def test_a_gradient_that_overflows_after_large_steps_is_the_learning_rate(tmp_path: Path) -> None:

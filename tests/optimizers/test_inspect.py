@@ -258,6 +258,7 @@ def test_the_worst_rows_are_the_ends_of_each_measure() -> None:
 
     rows = [row("a", "update_ratio", 0.5), row("b", "update_ratio", 0.2), row("c", "update_ratio", math.nan)]
     rows += [row("a", "skipped", 0.0), row("b", "skipped", 0.0), row("a", "condition", 3.0), row("b", "condition", 2.0)]
+    rows.insert(0, Measurement("of weights that are 0", None, "", "", "update_ratio", (1.0, 1.0, 0.0)))
     worst = Inspection((*rows, row("a", "cosine", 0.1))).worst()
     assert [(one.parameter, one.measure) for one in worst] == [
         ("c", "update_ratio"), ("b", "update_ratio"), ("a", "condition")

@@ -665,7 +665,7 @@ def test_seeds_of_an_edited_recipe_file_are_kept_apart(tmp_path):
 
 def test_nothing_to_report(tmp_path):
     with refused(ValueError, "study", "runs"):
-        Report(tmp_path / "nothing").write()
+        Report(tmp_path / "nothing")
 
 
 def test_numbers_compared_become_curves(tmp_path, no_pictures):
@@ -759,6 +759,13 @@ def test_figures_as_files(study, tmp_path):
     assert "var(--" not in svg and "soap" in svg
 
 
+@pytest.mark.parametrize(("formats", "data"), [("pdf", ("pdf", "['svg', 'pdf']")), (["pdf", "pfd"], ("pfd", "svg"))])
+def test_formats_that_are_no_list_or_unknown_are_refused(study, formats, data):
+    with refused(ValueError, "`formats=`", *data):
+        Report(study).save_figures(study / "figures", formats=formats)
+    assert not (study / "figures").exists()
+
+
 class TestOptions:
     """What a report shows, and how its figures are drawn."""
 
@@ -800,9 +807,9 @@ class TestOptions:
         self, study, options, data, monkeypatch
     ):
         monkeypatch.setenv("COLUMNS", "1000")  # so that no message is broken into lines
-        report, ((name, value),) = Report(study, **options), options.items()
+        ((name, value),) = options.items()
         with refused(ValueError, f"`{name}=`", *data):
-            _ = report.records
+            Report(study, **options)
         text = "=".join(next(iter(value.items()))) if name == "labels" else value if name == "baseline" else value[0]
         said = invoke(["report", str(study), f"--{name}", text])
         assert said.exit_code == 2
