@@ -314,7 +314,9 @@ class Report:
             raise ArgumentError("formats", f"a list of formats, as ['svg', 'pdf'], is required, got {formats!r}")
         known = FigureCanvasBase.get_supported_filetypes()
         if unknown := [one for one in formats if one not in known]:
-            raise ArgumentError("formats", f"'{unknown[0]}' is no format of figures; they are {', '.join(known)}")
+            raise ArgumentError(
+                "formats", f"'{unknown[0]}' is not a format of figures; the formats are {', '.join(known)}"
+            )
         make_directory(Path(folder))
         paths = []
         for name, figure in self.figures().items():
