@@ -60,16 +60,22 @@ def _steps(bench: StageBench, gradient: Tensor, direction: Tensor) -> None:
 
 
 def a_stack_is_its_blocks(case: StageCase) -> None:
-    """The first and the last block of a stack have the same directions as in a stack of one block."""
+    """The first and the last block of a stack have the same directions as in a stack of one block, also beside a block
+    with much larger gradients.
+    """
     for block in case.blocks:
         with on(block):
             given, (stacked, stack) = case.gradients(block), case.trajectory(block)
+            cause = partial(_stack_cause, case, block)
             for i in (0, 2):
                 alone = stack.renewed([i]).run(given[:, i : i + 1])[:, 0]
-                cause = partial(_stack_cause, case, block)
-                require_close(
-                    alone, stacked[:, i], 1e-10, f"directions of block {i} alone and in a stack of 3", cause, True
-                )
+                what = f"directions of block {i} alone and in a stack of 3"
+                require_close(alone, stacked[:, i], 1e-10, what, cause, True)
+            unlike = given.clone()
+            unlike[:, 1] *= 1e8
+            what = "directions of block 0 alone and beside a block with gradients of 1e8 times the size"
+            beside = stack.renewed([0, 1, 2]).run(unlike)[:, 0]
+            require_close(stack.renewed([0]).run(given[:, :1])[:, 0], beside, 1e-10, what, cause, True)
 
 
 def _stack_cause(case: StageCase, block: tuple[int, ...]) -> str:
