@@ -63,7 +63,8 @@ class Offload(Quantizer):
             why = "is read between stacks" if slot.total else f"has the role {slot.role}"
             return f"only slots that a stack alone reads can be offloaded, got one that {why}"
         if math.prod(slot.shape) < self.min_elements:
-            return f"at least {self.min_elements} elements (min_elements) are required, got shape {slot.shape}"
+            least = f"at least {self.min_elements} elements (min_elements)"
+            return f"only slots with {least} are offloaded, got shape {slot.shape}"
         return None if self.inner is None else self.inner.unsupported(slot)
 
     @property

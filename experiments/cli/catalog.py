@@ -142,14 +142,16 @@ def _nothing_found(what: str, sought: Sequence[str], lists: Iterable[str]) -> Va
     sought: the words. No entry contains all of them.
     lists: names of all lists.
     """
-    missing = f"list: no entry{f' of {what}' if what in lists else ''} contains {' and '.join(sought)}"
+    place = f"of the list '{what}'" if what in lists else "of any list"
+    missing = f"list: no entry {place} contains {' and '.join(map(repr, sought))}"
     if what not in lists:
         hint = did_you_mean(what, lists)
-        return ValueError(f"{missing}{hint}; search with fewer words (lists: {', '.join(lists)}); {OF_FILES}")
+        return ValueError(f"{missing}{hint}; search for fewer words (lists: {', '.join(lists)}); {OF_FILES}")
     titles = [one.title for one in _HEADINGS.get(what, ())]
     titles += [goal.title for goal in goals() if what == RECIPES]
-    headings = f", or with a heading or goal: {'; '.join(titles)}" if titles else ""
-    return ValueError(f"{missing}; search with fewer words{headings}. {OF_FILES}")
+    kinds = "its headings and goals" if what == RECIPES else "its headings"
+    headings = f", or for one of {kinds}: {'; '.join(titles)}" if titles else ""
+    return ValueError(f"{missing}; search for fewer words{headings}. {OF_FILES}")
 
 
 _SHORT = 68
@@ -264,7 +266,7 @@ def find_kinds(source: str) -> list[tuple[str, type[Component]]]:
 def print_kind(family: str, member: type[Component]) -> None:
     """Print a component: family, kind and import, its docstring with the formula, and a table of its fields."""
     kind = next(kind for kind, own in _registered()[family].members.items() if own is member)
-    typer.echo(f"{family} {kind}, in Python: from {public_module(member)} import {member.__name__}\n")
+    typer.echo(f"{family} '{kind}' (in Python: `from {public_module(member)} import {member.__name__}`)\n")
     typer.echo(summary(member))
     fields = fields_of(member)
     rows = [(f.name, type_text(f.schema), "required" if f.required else f.default or "none", f.meaning) for f in fields]

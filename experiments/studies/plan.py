@@ -158,8 +158,9 @@ def require_metric(study: Study, planned: Iterable[PlannedRun]) -> None:
         if study.metric not in reported:
             accuracy = ["val_accuracy"] if task.reports_accuracy else []
             raise RecipeError(
-                f"metric: the task {getattr(task, 'kind', '?')} reports no {study.metric}, but "
-                f"{', '.join(['val_loss', *accuracy, *reported])}; its method `metrics` may return others"
+                f"metric: the task {getattr(task, 'kind', '?')} does not report {study.metric}. It reports "
+                f"{', '.join(['val_loss', *accuracy, *reported])}. Choose one of these, or let the method `metrics` of "
+                f"the task return {study.metric.removeprefix('val.')!r}"
             )
 
 

@@ -237,7 +237,7 @@ def process_group(parallel: Parallelism, device_name: str) -> Iterator[Ranks]:
     if not isinstance(parallel, MultiProcess):
         if launched_processes() > 1:
             raise RecipeError(
-                f"parallel: none cannot be used with the {launched_processes()} processes that were started, as each "
+                f"parallel: 'none' cannot be used with the {launched_processes()} processes that were started, as each "
                 "would train the whole experiment in the same directory; use ddp, fsdp2 or hsdp"
             )
         yield Ranks(device=local_device(device_name, 0))

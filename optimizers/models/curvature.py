@@ -86,7 +86,7 @@ def gauss_newton_bartlett(optimizer: Optimizer, loss: Callable[[], Tensor], coun
     """
     _require("gauss_newton_bartlett", optimizer, loss, count=count)
     if count < 1:
-        raise ValueError(f"gauss_newton_bartlett: a count of at least 1 is required, got {count}")
+        raise ValueError(f"gauss_newton_bartlett: `count` (examples in the mean) must be at least 1, got {count}")
 
     def estimate(parameters: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
         gradients = _gradients("gauss_newton_bartlett", loss(), parameters, names)

@@ -142,8 +142,8 @@ def reached(
         found, total = sum(size for there, size in sizes if there), sum(size for _, size in sizes)
         chosen = sorted((row for row in routed if (row[1] in paths) == expected.upper), key=lambda row: -row[0].numel)
         named = [f"{info.name or info.shape} in {path or 'update'} ({why})" for info, path, why in chosen]
-        place = "there" if expected.upper else "elsewhere"
-        astray = f"the largest tensors {place} are {name_some(named, 3)}" if named else f"no tensors are {place}"
+        which = "that it receives" if expected.upper else "that it does not receive"
+        astray = f"the largest tensors {which} are {name_some(named, 3)}" if named else f"there are no tensors {which}"
         rows.append(Reached(key, text, found, total, expected.holds(found, total), astray))
     return rows
 
@@ -156,7 +156,8 @@ def require_expected(rows: Iterable[Reached]) -> None:
     rows: shares of the model, as `reached` returns them.
     """
     faults = [
-        f"expect.{row.key}: the recipe expects {row.text}, got {row.share}; {row.astray}; change the routes or `expect`"
+        f"expect.{row.key}: the recipe expects that '{row.key}' receives {row.text}, but it receives {row.share}; "
+        f"{row.astray}; change the routes or `expect`"
         for row in rows
         if not row.holds
     ]

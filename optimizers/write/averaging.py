@@ -249,7 +249,8 @@ class EMA(Averaging):
     def _inner_has_no_mean(self) -> Self:
         if self.inner is not None and "mean" in self.inner.slots((1,), True):
             raise ValueError(
-                f"inner: must be an averaging that keeps no mean, got {self.inner!r}; a mean of means is not supported"
+                "inner: an averaging that keeps no running mean, such as schedule_free, is required, got "
+                f"{self.inner!r}; a mean of means is not supported"
             )
         return self
 

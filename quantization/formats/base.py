@@ -182,7 +182,8 @@ class Format(Quantizer, ABC):
         if slot.role in ("count", "failures", "pending") or not floating:
             return f"only slots of floating-point numbers can be quantized, got a {slot.role} of dtype {slot.dtype}"
         if math.prod(slot.shape) < self.min_elements:
-            return f"at least {self.min_elements} elements (min_elements) are required, got shape {slot.shape}"
+            least = f"at least {self.min_elements} elements (min_elements)"
+            return f"only slots with {least} are quantized, got shape {slot.shape}"
         return None
 
 

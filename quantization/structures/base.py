@@ -12,6 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.component import stage_name
 from eigengraft.numerics import cached_tensors, known_to_hold, per_block, where_blocks
 from eigengraft.slots import Encoded, Slot, Uniform
 
@@ -37,10 +38,14 @@ def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
     places: for each entry of the flat rectangle, its index in the flat matrix.
     entries: for each entry of the flat matrix, its index in the flat rectangle; arbitrary outside of the triangle.
 
-    Row k of the rectangle has the k-th longest row of the triangle first, and the k-th shortest row behind it, so that
-    all rows of the rectangle have the same length. A format that works along rows cuts each row of the rectangle into
-    blocks. At most one of these blocks has entries of two rows of the triangle. Rows of Cholesky factors differ in
-    size, so entries of two rows should not share a scale.
+    The triangle has rows of 1 to d - 1 entries. Each row of the rectangle holds two of them, or one if d is even and k
+    is 0: first the k-th longest row (k = 0, 1, ...), then the row that fills the rectangle's width. For d = 5:
+
+        row 4 of the matrix, 4 entries | row 1, 1 entry
+        row 3 of the matrix, 3 entries | row 2, 2 entries
+
+    A format that scales pieces of rows cuts each row of the rectangle into pieces. At most one piece has entries of two
+    rows of the matrix. These should not share a scale, because rows of Cholesky factors differ in size.
     """
     height, width = folded_shape(d)
     k, c = (torch.arange(length, dtype=torch.int64, device=device) for length in (height, width))
@@ -117,27 +122,30 @@ class Structure(Quantizer, ABC):
         return self.inner.codebook_id()
 
 
-def square_shape_error(slot: Slot, roles: tuple[str, ...], what: str, least: int = 1) -> str | None:
-    """Return the reason why a slot is not a square matrix with one of the roles, or None if it is.
+def square_shape_error(quantizer: Quantizer, slot: Slot, what: str, least: int = 1) -> str | None:
+    """Return the reason why a quantizer of square matrices cannot store a slot, or None if it can.
 
-    what: name of the required matrices in the returned reason.
+    The slot must be a square matrix with one of the quantizer's roles (purposes of slots), such as "statistic".
+
+    what: name of the required matrices in the returned reason, such as "symmetric matrices".
     least: smallest number of rows that is allowed.
     """
-    problem = role_error(slot, roles, what)
+    problem = role_error(quantizer, slot, what)
     if problem is None and not (len(slot.shape) == 2 and slot.shape[0] == slot.shape[1] >= least):
         rows = f" of {least} rows or more" if least > 1 else ""
         problem = f"square matrices{rows} are required, got a {slot.role} of shape {slot.shape}"
     return problem
 
 
-def role_error(slot: Slot, roles: tuple[str, ...], what: str) -> str | None:
-    """Return the reason why a slot has none of the allowed roles, or None if it has one.
+def role_error(quantizer: Quantizer, slot: Slot, what: str) -> str | None:
+    """Return the reason why a slot has none of the roles that a quantizer stores, or None if it has one of them.
 
-    what: name of the allowed slots in the returned reason, such as "bases".
+    what: name of the matrices of these roles in the returned reason, such as "symmetric matrices".
     """
-    if slot.role in roles:
+    if slot.role in quantizer.roles:
         return None
-    return f"this format is for slots of the role {' or '.join(roles)} ({what}), got the role {slot.role}"
+    roles = " or ".join(quantizer.roles)
+    return f"{stage_name(quantizer)} stores only slots of the role {roles} ({what}), got a slot of the role {slot.role}"
 
 
 def without_prefix(prefix: str, encoded: Encoded) -> dict[str, Tensor]:

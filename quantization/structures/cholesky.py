@@ -49,7 +49,7 @@ class Cholesky(Structure):
     )
 
     def shape_error(self, slot: Slot) -> str | None:
-        return square_shape_error(slot, self.roles, "positive semi-definite matrices", least=2)
+        return square_shape_error(self, slot, "positive semi-definite matrices", least=2)
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         c, ok = self._factor(x)

@@ -32,7 +32,7 @@ class Eigen(Structure):
     steps: int = Field(default=1, ge=1, le=16, description="power steps each time the slot is stored")
 
     def shape_error(self, slot: Slot) -> str | None:
-        return square_shape_error(slot, self.roles, "positive semi-definite matrices")
+        return square_shape_error(self, slot, "positive semi-definite matrices")
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         ok = x.isfinite().flatten(1).all(-1)

@@ -40,7 +40,7 @@ class ExactDiagonal(Structure):
         return self.symmetrize
 
     def shape_error(self, slot: Slot) -> str | None:
-        return square_shape_error(slot, self.roles, "square matrices")
+        return square_shape_error(self, slot, "square matrices")
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         diagonal = x.diagonal(dim1=-2, dim2=-1).clone()

@@ -32,9 +32,12 @@ class Orthogonal(Structure):
         return self.shape_error(slot) or self.inner.unsupported(_transposed(slot))
 
     def shape_error(self, slot: Slot) -> str | None:
-        problem = role_error(slot, self.roles, "matrices with orthonormal columns")
+        problem = role_error(self, slot, "matrices with orthonormal columns")
         if problem is None and not (len(slot.shape) == 2 and slot.shape[0] >= slot.shape[1]):
-            problem = f"orthonormal columns need a matrix with at least as many rows as columns, got shape {slot.shape}"
+            problem = (
+                "a matrix with orthonormal columns is required, which has at least as many rows as columns, got shape "
+                f"{slot.shape}"
+            )
         return problem
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:

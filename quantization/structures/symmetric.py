@@ -28,7 +28,7 @@ class Symmetric(Quantizer):
     inner: Quantizer | None = Field(default=None, description="how the triangle is stored; default: unchanged")
 
     def unsupported(self, slot: Slot) -> str | None:
-        problem = square_shape_error(slot, self.roles, "symmetric matrices")
+        problem = square_shape_error(self, slot, "symmetric matrices")
         return problem or (self.inner.unsupported(slot) if self.inner else None)
 
     @property

@@ -126,11 +126,11 @@ class FactorBench:
         return {axis: self.statistic.estimate(self.state, axis, context) for axis in self.axes}
 
 
-def contributions_have_their_shape(case: StatisticCase) -> None:
+def contributions_have_their_shape_and_dtype(case: StatisticCase) -> None:
     """`contribution` returns a `Contribution`: matrices y and z `[N, d, rest]` with the product y z^T, or a matrix y
     `[N, d, d]`.
 
-    Its tensors have the dtype of the gradient.
+    Its tensors have the dtype and device of the gradient.
     """
     for block in case.tried:
         for dtype in (torch.float32, torch.float64):
@@ -147,22 +147,22 @@ def contributions_have_their_shape(case: StatisticCase) -> None:
 
 
 def _require_shape(found: object, axis: int, d: int, given: Tensor) -> None:
-    n, where = len(given), f"contribution() for axis {axis}"
+    n, where = len(given), f"contribution for axis {axis}"
     if not isinstance(found, Contribution):
-        raise broken(where, "a Contribution", type(found).__name__, in_parentheses("return Contribution(y)"))
+        raise broken(f"the {where}", "a Contribution", type(found).__name__, in_parentheses("return Contribution(y)"))
     y, z, scale = found
     wanted = f"[N, {d}, {d}]" if z is None else f"[N, {d}, rest]"
     fine = y.ndim == 3 and y.shape[:2] == (n, d) and (y.shape[2] == d if z is None else y.shape == z.shape)
     got = f"{list(y.shape)}" + ("" if z is None else f" and {list(z.shape)}")
     hint = in_parentheses("a product Y Z^T of unfoldings is Contribution(y, z)") if z is None else ""
-    require(fine, f"{where}, {'y' if z is None else 'y and z'}", f"shape {wanted} with N = {n}", got, hint)
+    require(fine, f"{'y' if z is None else 'y and z'} of the {where}", f"shape {wanted} with N = {n}", got, hint)
     for name, x in (("y", y), ("z", z), ("scale", scale)):
         if isinstance(x, Tensor):
             want, got = f"{given.dtype} on {given.device}", f"{x.dtype} on {x.device}"
-            require(want == got, f"{where}, {name}", f"{want}, as for the gradient", got)
+            require(want == got, f"{name} of the {where}", f"the dtype and device of the gradient, {want}", got)
     fine = isinstance(scale, (int, float)) or tuple(scale.shape) == (n,)
     got = f"shape {list(scale.shape)}" if isinstance(scale, Tensor) else ""
-    require(fine, f"{where}, scale", f"a number, or a tensor of shape [N] with N = {n}", got)
+    require(fine, f"scale of the {where}", f"a number, or a tensor of shape [N] with N = {n}", got)
 
 
 def the_gradient_is_not_written_to(case: StatisticCase) -> None:
@@ -285,7 +285,7 @@ def _on_device(case: StatisticCase) -> str | None:
 
 STATISTIC_LAWS: tuple[Law[StatisticCase], ...] = (
     Law(the_declaration_survives),
-    Law(contributions_have_their_shape, decisive=True),
+    Law(contributions_have_their_shape_and_dtype, decisive=True),
     Law(the_gradient_is_not_written_to, decisive=True),
     Law(factors_are_all_the_memory, decisive=True),
     Law(factors_of_a_stack_are_those_of_its_blocks),
