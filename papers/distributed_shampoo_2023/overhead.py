@@ -216,9 +216,9 @@ def markdown(found: dict[str, Any]) -> str:
     """Tables of operations that were counted and milliseconds that were measured."""
     head = "| model | parameters | a rank's examples | block | roots every | ranks | step, TFLOP | of gradient | state "
     head += "| updates received | of the gradient's time |"
-    about = "Counted operations of a step of the optimizer, for the rank with the most work. *Of gradient*: their "
-    about += "share of the operations of the gradient. *Of the gradient's time*: the computed time of operations and "
-    about += "messages, as a share of that of the gradient."
+    about = "Operations of a step of the optimizer were counted for the rank with the most work. *Of gradient*: these "
+    about += "operations, divided by the operations of the gradient. *Of the gradient's time*: the computed time of "
+    about += "these operations and of messages, divided by the computed time of the gradient."
     lines = [about, "", head, "|" + " --- |" * 11]
     for row in found["counted"]:
         start = f"| {row['model']} | {row['parameters'] / 1e6:.1f} M | {row['examples']} | {row['block']} "
