@@ -275,9 +275,10 @@ class Bench(Component, ABC, family="bench"):
             torch.set_num_threads(threads)
 
     def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
-        """Yield the rows of one problem, in one list for each candidate.
+        """Measure each candidate on one problem. Yield one list of results for each candidate, as rows of a table.
 
-        A bench that overrides this method to measure all candidates together yields one list with all rows.
+        The first list begins with the rows of the bench's reference. A bench that overrides this method to measure all
+        candidates together yields one list with all rows.
         """
         given = problem.make()
         first = [] if given is None else [self.row(None, problem.fields, **row) for row in self.reference(given)]

@@ -88,11 +88,13 @@ class BudgetBench(DampedBench):
         ]
 
     def _layers(self) -> dict[str, list[list[Tensor]]]:
-        """Return, by name of the layer, its factors: the accumulated statistics of its axes.
+        """Return the factors of each layer, by name of the layer: running means of G G^T and G^T G of its gradients G.
 
-        Each factor is given by a list of tensors. The first is its value in the last step. Then comes, for each
-        interval, its value `interval - 1` steps before the last: the root in use can be that old if roots are computed
-        every `interval` steps. Without `record`, the list has only one tensor.
+        Each factor is a list of its values at different steps. If the field `record` names a run, the first value is
+        that of the run's last step. One more value follows for each interval: the value `interval - 1` steps earlier.
+        The root that is in use at the last step can be that old if roots are computed every `interval` steps.
+
+        If `record` is None, matrices from another source are the factors, and each list has one value.
         """
         found: dict[str, list[list[Tensor]]] = {}
         if self.record is not None:

@@ -403,12 +403,14 @@ class OwnMatrices(Bench, ABC):
         return self.record is not None
 
     def recommended(self, where: Callable[[Row], str], **fields: Any) -> list[Recommendation]:
-        """Return a list with one rule that recommends a candidate for each problem, such as a size and a dtype.
+        """Return one rule, as a list, by which the bench recommends its best candidate for each problem.
 
-        If the matrices are the user's own, it recommends one for each problem of each layer.
+        Matrices from a user's own run have names of layers. Candidates are then compared, and one is recommended, for
+        each problem and layer.
 
-        where: function from a row of the results to the name of its problem, without the layer.
-        fields: other fields of the rule (`Recommendation`).
+        where: function from a row of the results to the name of its problem, such as a size and a dtype, without the
+            layer.
+        fields: fields of `Recommendation`, the rule, except its field `where`.
         """
         named = (lambda row: f"{row[self.layer_field]}: {where(row)}") if self.own else where
         return [Recommendation(named, **fields)]

@@ -42,7 +42,8 @@ def reduction(column: str, how: How = "median", *shares: str) -> Reduced:
     - max, min: the largest and the least finite value; NaN if there is none.
     - mean: the mean over the rows that have the column; NaN if there is none.
 
-    shares: columns with shares, such as that of solved matrices. If one is below 1, the value of the row is infinite.
+    shares: names of columns with a share between 0 and 1, such as the share of matrices that were solved. If a row has
+        a share below 1 in one of them, its value counts as infinite.
     """
 
     def reduced(rows: BenchRows) -> float:

@@ -462,7 +462,7 @@ def _summaries(panel: ComparisonPanel, field: str, small: bool = True) -> Callab
 
 
 def _labeled_rate(row: ComparisonRow, panel: ComparisonPanel, records: Records) -> bool:
-    """Return True if a row's label on the axis of learning rates is the learning rate `lr` of its runs.
+    """Return True if the value by which an axis of learning rates labels the runs of a row is their learning rate `lr`.
 
     The two differ if, for example, the axis sets the learning rate of only one layer.
     """

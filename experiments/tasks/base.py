@@ -179,9 +179,8 @@ def _broadcast(task: Task, outputs: Tensor, targets: Tensor) -> str:
         return ""
     if both in shapes:
         return ""
-    if (
-        targets.is_floating_point()
-    ):  # different outputs for each row, all in (0, 1), because some losses take probabilities
+    if targets.is_floating_point():
+        # all targets of the batch differ, and are in (0, 1), because some losses take probabilities
         targets = torch.linspace(0.25, 0.75, targets.numel()).to(targets).reshape(targets.shape)
     guesses = targets.to(outputs.dtype).reshape(outputs.shape)
     single = [float(task.loss(guesses[row : row + 1], targets[row : row + 1])) for row in range(len(targets))]

@@ -231,8 +231,9 @@ class Burgers(Equation):
     def _later(self, x: Grid, t: float) -> Grid:
         """u = - int sin(pi y) w(z) dz / int w(z) dz,  y = x - sqrt(4 nu t) z,  w = exp(-z^2 - cos(pi y) / (2 pi nu))
 
-        Hopf 1950 and Cole 1951, as Basdevant et al. write it. The trapezoidal rule converges geometrically for an
-        analytic integrand. If |z| is larger than `last`, w is below exp(-40) of its maximum.
+        Return the solution u at the points x and the time t > 0, in the shape of x. The formula is that of Hopf 1950
+        and Cole 1951, as Basdevant et al. write it. Both integrals are sums over equidistant z up to a largest |z|.
+        Beyond it, w is below exp(-40) of its maximum. This rule converges geometrically for an analytic integrand.
         """
         last = math.sqrt(1 / (math.pi * self.viscosity) + 40)
         z = np.linspace(-last, last, 2 * math.ceil(last / 0.05) + 1)

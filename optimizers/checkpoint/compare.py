@@ -281,7 +281,18 @@ def _texts(names: Any) -> bool:
 
 
 def _matched(where: str, own: Sequence[str | None], other: Mapping[str, Any], got: Sequence[str]) -> list[Any]:
-    """Return the saved key of each parameter of a group: by name, or by order if a name is unknown or not unique."""
+    """Return, for each parameter of a group, the key of its state in a checkpoint.
+
+    Parameters are matched with saved parameters by name, or by order if a name is unknown or not unique.
+
+    where: name of the group in errors, such as "group 0".
+    own: names of the optimizer's parameters in the group; None for an unknown name.
+    other: the saved param group. Its entry 'params' has the keys.
+    got: names of the saved parameters, in the order of the keys; empty if they are unknown.
+
+    Raises:
+        ValueError: the names differ from the saved names.
+    """
     keys, here, there = list(other["params"]), {*own}, {*got}
     if None in here or not got or len(here) < len(own) or len(there) < len(got):
         return keys

@@ -249,11 +249,13 @@ class StepWatch(Watch):
         return self._given[1]
 
     def _add(self, state: State, path: str, what: tuple[str, str], sums: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Store a sample of some rows (blocks) of the stack. Drop the earlier sample of the same measure and rows.
+        """Store the sums from which a measure of n blocks, such as the cosine of update and gradient, is computed.
 
-        state: state of the stage for these rows.
-        path: path of the stage or chain.
-        what: names of the slot and of the measure.
+        An earlier `Sample` of the same measure and blocks is dropped.
+
+        state: state of the stage for the n blocks. Its `rows` are their indices in the stack, a tensor of N blocks.
+        path: path of the stage or chain that is measured.
+        what: (name of the state tensor, or "" for a measure of the update, name of the measure).
         sums: the numbers a, b, c of the measure a / sqrt(b c), `[n]` each.
         """
         (slot, measure), rows = what, state.rows

@@ -66,7 +66,7 @@ class _Running:
 
 
 class _Backward(dict[Hashable, _Running]):
-    """The contributions of one running backward, by key of the sum.
+    """The contributions of one running backward to sums, by the key that identifies the sum.
 
     Only the callback at the end of the backward references this object. If the backward fails, the contributions are
     therefore dropped.
@@ -128,20 +128,27 @@ class GradientSums(ABC):
         return self.listens and torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
     def parameter(self, place: ParamPlace) -> Tensor:
-        """Return the parameter that the optimizer has at a position now."""
+        """Return the parameter that the optimizer has at a place now.
+
+        place: (index of the param group, index in the group).
+        """
         parameter: Tensor = self.optimizer.param_groups[place[0]]["params"][place[1]]
         return parameter
 
     def places(self) -> Iterator[tuple[int, ParamPlace]]:
-        """Yield (id, position) of the parameters for which the optimizer was made.
+        """Yield (id, place) of the parameters for which the optimizer was made.
 
-        Frameworks may replace these parameters later; `parameter` returns the present one.
+        The place is the pair (index of the param group, index in the group). Frameworks may replace these parameters
+        later; `parameter` returns the present one.
         """
         for index, group in enumerate(self.optimizer.param_sets.groups):
             yield from ((id(parameter), (index, at)) for at, parameter in enumerate(group.parameters))
 
     def takers(self) -> dict[int, ParamPlace]:
-        """Return the position of each parameter whose update requests this signal, by id of the parameter."""
+        """Return {id: place} for each parameter whose update requests the signal that this object computes.
+
+        The place is the pair (index of the param group, index in the group).
+        """
         sets = self.optimizer.param_sets
         takers = sets.signals.takers(self.name, sets.rows())
         return {key: place for key, place in self.places() if key in takers}
@@ -160,8 +167,9 @@ class GradientSums(ABC):
         self._left.clear()
 
     def add(self, key: Hashable, parameter: Tensor, value: Tensor, count: int = 1) -> None:
-        """Add a value to the sum of a key, by the operation `join` of the class. Called inside a backward only.
+        """Add a value to a sum, by the operation `join` of this object. Called inside a backward only.
 
+        key: value that identifies the sum.
         parameter: the parameter to whose gradient the sum belongs.
         count: number of rows of inputs or of gradients from which `value` was computed; 1 for a whole gradient.
         """
@@ -200,7 +208,7 @@ class GradientSums(ABC):
     def _begin(self, key: Hashable, parameter: Tensor) -> None:
         """Drop an earlier sum if the gradient of its parameter was removed or zeroed since.
 
-        key: key of the sum.
+        key: value that identifies the sum.
         """
         grad, held = parameter.grad, self._held.pop(key, None)
         if grad is not None and held is not None:

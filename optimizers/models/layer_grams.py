@@ -57,7 +57,7 @@ class LayerGrams(GradientSums):
                 self._handles.append(module.register_forward_hook(LayerHook(self, path)))
 
     def _is_watched(self, module: nn.Module) -> bool:
-        """Return True if a hook of this layer already collects the same signal for the same optimizer."""
+        """Return True if a hook of this layer already collects the same statistic (signal) for the same optimizer."""
         found = (hook.grams for hook in module._forward_hooks.values() if isinstance(hook, LayerHook))
         return any(g is not None and g.name == self.name and g._optimizer() is self._optimizer() for g in found)
 
@@ -209,7 +209,7 @@ def _input_rows(path: str, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
 
 
 def _patches(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """Return the patches of an input to which a convolution applies its kernel, `[positions, channels * kernel]`."""
+    """Return the patches of an input to which a convolution applies its kernel, `[patches, channels * kernel]`."""
     padding: Any = (0,) * len(module.kernel_size) if module.padding == "valid" else module.padding
     how = [module.kernel_size, module.dilation, padding, module.stride]
     if isinstance(module, nn.Conv1d):

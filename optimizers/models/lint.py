@@ -212,7 +212,8 @@ def _normalized_vectors(composed: Composition) -> Iterator[str]:
 
 @recipe_check("storage-unused")
 def _unused_storage(composed: Composition) -> Iterator[str]:
-    """Warn if an entry of `storage` fits none of the slots that it names, because of their sizes or shapes.
+    """Warn if an entry of a recipe's `storage` fits none of the state tensors (slots) that it names, because of their
+    sizes or shapes.
 
     There is no warning if the model has no slot of that name, as for a route without parameters.
     """
@@ -436,7 +437,11 @@ def _decays(constraint: Constraint) -> bool:
 
 
 def _takes(storage: dict[str, Quantizer], text: str, key: StateKey, slot: Slot) -> bool:
-    """Return True if the entry `text` of `storage` is the one that decides how a slot is stored."""
+    """Return True if the entry `text` of a recipe's `storage` is the one that decides how a state tensor is stored.
+
+    key: path and name of the state tensor.
+    slot: its declaration.
+    """
     named = next((where for where in (key.name, key.stage) if where in storage), None)
     return text == named if named is not None else text == slot.role and not slot.sensitive
 

@@ -88,7 +88,7 @@ class _Unit:
     """Parameters of one parameter set that are updated together.
 
     param_set: the parameter set.
-    positions: positions of the parameters.
+    positions: indices of the parameters in the parameter set.
     size: bytes of the full gradients of the parameters.
     missing: number of the parameters whose gradients are not complete in the present step.
     """
@@ -275,7 +275,8 @@ def rates_differ(one: Hyper, two: Hyper) -> bool:
 def _units_of(param_set: ParamSet) -> Iterator[_Unit]:
     """Divide the parameters of a set into units, and yield the units. The parameters of a unit are updated together.
 
-    Two parameters are in one unit if both have blocks in a stack that can update its parameters only together.
+    Two parameters are in one unit if both have blocks in one stack (blocks with one shape) whose parameters can only be
+    updated together.
     """
     sets: list[set[int]] = [{at} for at in range(len(param_set.specs))]
     for group in param_set.together:
@@ -322,7 +323,13 @@ def _reasons(optimizer: Optimizer, averaged: bool) -> Iterator[tuple[str, str]]:
 
 
 def _hook(released: weakref.ref[Release]) -> Callable[[Tensor], None]:
-    """Return the hook that torch calls when a gradient is complete. It does nothing after the release was deleted."""
+    """Return the hook that torch calls with a parameter when backward has completed its gradient.
+
+    The hook calls `Release.note`, which may update the parameter and free its gradient. It does nothing after the
+    release was deleted.
+
+    released: the release (updates during backward), referenced weakly.
+    """
 
     @kept_from_compiler
     def complete(parameter: Tensor) -> None:

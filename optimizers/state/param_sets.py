@@ -108,8 +108,12 @@ class ParamSets:
     def declare(
         self, parameters: Sequence[Tensor], infos: Sequence[ParamInfo], frozen: Sequence[bool] | None = None
     ) -> None:
-        """Register a group. State and owners of its blocks follow later.
+        """Register a param group, and choose the update rule of each of its parameters.
 
+        `complete` later creates the state, and assigns each block to its owner, the rank that computes its update.
+
+        parameters: the parameters of the group.
+        infos: description of each parameter.
         frozen: for each parameter, True if it counts as frozen. None: parameters with `requires_grad=False` are frozen.
         """
         self.groups.append(self._assignments.group(len(self.groups), parameters, infos, frozen))

@@ -151,10 +151,11 @@ class ShownState:
         )
 
     def moved(self) -> dict[int, int]:
-        """Return {id of the tensor: its address in this record} for each state tensor that was changed afterwards.
+        """Return {id: address} for each state tensor that was changed since this record was made.
 
-        A tensor was changed if its memory is at another address now, or if it was written in place. Writes in place are
-        detected only for tensors whose reset to zero must be detected (`_checked_for_resets`).
+        The address is that of the tensor's memory when the record was made. A tensor was changed if its memory is at
+        another address now, or if it was written in place. Writes in place are detected only for tensors whose reset to
+        zero must be detected (`_checked_for_resets`).
         """
         rows = zip(self._all, self._addresses[True], strict=True)
         moved = {id(x): address for x, address in rows if x.data_ptr() != address}
@@ -165,8 +166,8 @@ class ShownState:
 def _checked_for_resets(param_set: ParamSet) -> Iterator[tuple[Tensor, str]]:
     """Yield (parameter, key) of each state tensor for which a reset to zero must be detected.
 
-    For these tensors zero is not a valid initial value: their initial values are not zero, they hold codes of
-    quantizers, or they hold iterates of parameters.
+    The key is the tensor's name in the parameter's state. For these tensors zero is not a valid initial value: their
+    initial values are not zero, they hold codes of quantizers, or they hold iterates of parameters.
     """
     for stack_state in param_set.stack_states:
         begun = [key for key, slot in stack_state.slots() if slot.fill != 0 or _holds_weights(slot)]
@@ -180,7 +181,7 @@ def _checked_for_resets(param_set: ParamSet) -> Iterator[tuple[Tensor, str]]:
 
 
 def _holds_weights(slot: Slot) -> bool:
-    """Return True if a slot of a stage stores weights of an earlier step."""
+    """Return True if a state tensor that a stage declares as `slot` stores weights of an earlier step."""
     return slot.role == "iterate" and bool(slot.shape)
 
 
@@ -270,7 +271,11 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def _fault(param_set: ParamSet, key: str, value: Any, target: Tensor) -> str | None:
-    """Return the reason why a value cannot be the state under a key, or None if it can."""
+    """Return the reason why a value cannot replace an entry of a parameter's state, or None if it can.
+
+    key: name of the entry.
+    target: tensor of the optimizer that the value replaces.
+    """
     value = _plain(key, value)
     if not isinstance(value, Tensor) or is_dtensor(value):
         return f"of {target.dtype} {tuple(target.shape)} is required, got {type(value).__name__}"

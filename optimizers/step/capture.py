@@ -225,10 +225,11 @@ class _Key(NamedTuple):
     state: addresses of the state tensors, whose layouts never change.
     groups: for each parameter, the index of the first param group that has the same rates; as bytes.
     zeros: for each rate of weight decay, True if the rate is 0, so that the graph computes no decay.
-    decays: weight decays of the stacks that a fused kernel updates. They are constants of the graph.
+    decays: weight decays of the stacks (tensors of blocks with one shape) that a fused kernel updates. They are
+        constants of the graph.
     steps: for each stack that a fused kernel updates, the index of the first such stack with the same step count. One
         call of a kernel updates the stacks with one step count.
-    mask: True if there is a mask of usable gradients.
+    mask: True if the step has a mask: a boolean on the device for each parameter, True if its gradient is usable.
     """
 
     gradients: tuple[_Place, ...]
@@ -347,9 +348,11 @@ class CapturedStacks:
         return self.reason
 
     def _scales(self, rates: Rates) -> dict[tuple[str, int], StepRates]:
-        """Return the learning rates and weight decays of a step. Param groups with equal values share one item.
+        """Return the learning rates and weight decays of a step, by (path, group). Param groups with equal values share
+        one item.
 
-        The key is (path of the update in the recipe, index of the first param group with these values).
+        path: path of the update rule in the recipe, such as "routes.adam".
+        group: index of the first param group with these values.
         """
         known, alike = self._pairs, rates.alike.tobytes()
         if known is None or known[0] != alike:
@@ -377,12 +380,16 @@ class CapturedStacks:
 
     @staticmethod
     def _count(own: StackState, counts: NDArray[np.int64]) -> int:
-        """Return the step count of the blocks of a stack, all of which are at the same step."""
+        """Return the step count of a stack, a tensor of blocks with one shape. All its blocks are at the same step.
+
+        counts: `[P]`, step count of each parameter.
+        """
         return int(counts[own.stack.param_ids[0]]) - int(own.lagging)
 
     def _fill(self, step: Step, counts: NDArray[np.int64]) -> None:
-        """Copy all numbers of a step (rates, step counts, inputs of programs) and its mask to the tensors that graphs
-        read.
+        """Copy all numbers of a step (rates, step counts, inputs of programs) to the tensors that graphs read.
+
+        The step's mask, True for each parameter with a usable gradient, is also copied if there is one.
 
         counts: `[P]`, step count of each parameter.
         """
@@ -400,8 +407,9 @@ class CapturedStacks:
             self._mask = step.mask.clone() if self._mask is None else self._mask.copy_(step.mask)
 
     def _body(self, step: Step, moved: NDArray[np.bool_]) -> Body:
-        """Return the function that a graph captures: a step that reads its rates, step counts and mask from the tensors
-        that `_fill` overwrites before each replay.
+        """Return the function that a graph captures: a step that reads its rates and step counts from tensors.
+
+        It also reads from a tensor which gradients are usable. `_fill` overwrites these tensors before each replay.
         """
         scales, mask = self._scales(step.rates), None if step.mask is None else self._mask
         dtypes = {own.stack.dtype for own in self.stacks} | ({torch.float32} if self.fused else set())
@@ -559,7 +567,7 @@ class Graphs:
         return rest
 
     def _leave(self, piece: CapturedStacks, reason: str, unplanned: bool) -> None:
-        """Count a step in which stacks ran without their captured graph, and warn once of each important reason.
+        """Count a step in which blocks were updated without their captured graph. Warn once of each important reason.
 
         unplanned: True if the graph was dropped or cannot be captured. False for steps that never have a graph, such as
             those with a refresh.

@@ -189,22 +189,29 @@ class LocalStep:
 
     @cached_property
     def _rms(self) -> dict[int, Tensor]:
-        """By position, the root mean square, 0-d, of each active parameter whose stages request it.
+        """The root mean square, 0-d, of each active parameter whose stages request it, by its position in the set.
 
-        It is computed for the parameters of all stacks together, in few kernels, before the step changes any of them.
+        It is computed for all parameters together, in few kernels, before the step changes any of them.
         """
         asking = np.unique(np.concatenate([x.stack.param_ids for x in self._stacks if "parameter_rms" in x.signals]))
         return self._rms_of(asking[self.step.active[asking]].tolist())
 
     def _rms_of(self, positions: Sequence[int]) -> dict[int, Tensor]:
-        """Return by position the root mean square, 0-d, of parameters that this process holds whole."""
+        """Return the root mean squares, 0-d, of parameters that this process holds whole, by their position in the set.
+
+        positions: positions of the parameters in the parameter set.
+        """
         found = dict[int, Tensor]()
         for places, norms in norms_by_dtype([self.iterates.parameters[position] for position in positions]):
             found |= self._rms_from_norms([positions[place] for place in places], norms)
         return found
 
     def _rms_from_norms(self, positions: Sequence[int], norms: Tensor) -> dict[int, Tensor]:
-        """Return by position the root mean square, 0-d, of full parameters with these norms `[n]`."""
+        """Return the root mean squares, 0-d, of full parameters, by their position in the parameter set.
+
+        positions: positions of the n parameters in the parameter set.
+        norms: their norms, `[n]`.
+        """
         roots = [self._numels[position] ** 0.5 for position in positions]
         return dict(zip(positions, torch._foreach_div(norms.unbind(), roots), strict=True))
 
@@ -229,7 +236,11 @@ class LocalStep:
         self._write(np.array([*done], dtype=np.int64), [*done.values()])
 
     def _write(self, positions: NDArray[np.int64], values: Sequence[Tensor] | Tensor) -> None:
-        """Write updates of whole parameters."""
+        """Apply the updates of whole parameters to the parameters.
+
+        positions: positions of the parameters in the parameter set.
+        values: the updates, in the same order.
+        """
         self.write(EntryUpdates.of_parameters(self.iterates.parameters, positions, values))
 
     def finish(self) -> None:

@@ -118,7 +118,7 @@ class Entries(Traced):
 
 
 def _in_memory(blocks: ActiveBlocks, step: InPlaceStep) -> bool:
-    """Return True if blocks can be updated where their parameters are stored, without a copy in a stack.
+    """Return True if blocks can be updated in the memory of their parameters, without a copy as one tensor (a stack).
 
     Parameters and gradients must be contiguous. No inspection may observe the stages (`StackState.watched`).
     """
@@ -154,10 +154,11 @@ def choose_execution(own: StackState, recipe: Recipe, specs: Sequence[ParamSpec]
 
 
 def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
-    """Return True if a graph may capture steps of a stack.
+    """Return True if a device graph, such as a CUDA graph, may capture steps of a stack (blocks with one shape).
 
     The device must have graphs, tensors must not be fake or on the meta device, and a step must need no other rank.
-    There must be steps without a refresh. Stages may request only signals whose address is the same in every step.
+    There must be steps without a refresh. Stages may request only signals (inputs beside the gradient) whose address is
+    the same in every step.
     """
     if not recipe.graph or shared or active_fake_mode() is not None:
         return False
@@ -166,7 +167,9 @@ def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
 
 
 def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool) -> Execution:
-    """Return the way in which a stack runs without a fused kernel: whole, in chunks, or by compiled programs.
+    """Return how the blocks of a stack are updated without a fused kernel: whole, in chunks, or by compiled programs.
+
+    A stack is a tensor of blocks with one shape.
 
     stored: dtypes of the parameters of the stack.
     shared: True if stages sum over a parameter that also has blocks in other stacks.
@@ -188,7 +191,7 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
 
 
 def _not_compiled(own: StackState, in_place: bool, shared: bool) -> str | None:
-    """Return the reason why a program of a stack is not compiled, or None if it is.
+    """Return the reason why the program that updates a stack (blocks with one shape) is not compiled; None if it is.
 
     in_place: True if the program updates parameters in place.
     shared: True if stages sum over a parameter that also has blocks in other stacks.
@@ -234,7 +237,7 @@ def _require_traceable(own: StackState) -> None:
 
 
 def _signals_of_program(own: StackState) -> list[str]:
-    """Return the names of the signals that stages use in most steps.
+    """Return the names of the signals (inputs of stages beside the gradient) that stages use in most steps.
 
     A step with other signals runs without the compiled program.
     """
@@ -260,8 +263,9 @@ A stage that requests a signal of another extent cannot be compiled."""
 
 
 def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> ProgramSource:
-    """Return the declaration from which a program is traced that updates entries of a stack's parameters in place.
+    """Return the declaration from which a program is traced that updates entries of parameters in place.
 
+    own: stack (blocks with one shape) of the parameters.
     stored: dtype of the parameters.
     """
     stack, masked = own.stack, leaves_masks(recipe.failure, own.stack.device)
@@ -282,7 +286,10 @@ def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> Progr
 
 
 def _block_source(own: StackState, recipe: Recipe) -> ProgramSource:
-    """Return the declaration from which a program is traced that computes the directions of all blocks of a stack."""
+    """Return the declaration from which a program is traced that computes the directions of all blocks of a stack.
+
+    A stack is a tensor of blocks with one shape.
+    """
     known, stack = known_signals(), own.stack
     signals = {
         name: (_SHAPES_OF_SIGNALS[known[name].extent](own), stack.dtype) for name in _signals_of_program(own)
@@ -307,11 +314,13 @@ def _block_source(own: StackState, recipe: Recipe) -> ProgramSource:
 
 
 def _block_inputs(program: Program, step: StackStep, numbers: StepNumbers) -> list[Tensor] | None:
-    """Return the inputs of a traced program of a stack. Return None if the program cannot compute this step.
+    """Return the inputs of a traced program for a step of a stack, a tensor of blocks with one shape.
 
-    It can if all parameters of the stack have gradients, the same step count and the same decay factor, no refresh is
-    due, and nothing observes the stages (`inspect`, checked mode). A step with a mask needs a program that was traced
-    with a mask.
+    Return None if the program cannot compute this step. It can compute the step under these conditions:
+
+    - All parameters of the stack have gradients, the same step count and the same decay factor.
+    - No refresh is due, and nothing observes the stages (`inspect`, checked mode).
+    - If the step has a mask, which is True for each block with a usable gradient, the program was traced with a mask.
 
     numbers: numbers that depend on the step count, such as bias corrections.
     """
@@ -346,12 +355,15 @@ def _block_inputs(program: Program, step: StackStep, numbers: StepNumbers) -> li
 
 @cached_tensors(maxsize=64)
 def _all_usable(blocks: int, device: torch.device) -> Tensor:
-    """Return a mask `[blocks]` that is True everywhere. The tensor is cached and must not be changed."""
+    """Return the mask `[blocks]` of a step in which every gradient is usable: True for each block.
+
+    The tensor is cached and must not be changed.
+    """
     return torch.ones(blocks, dtype=torch.bool, device=device)
 
 
 def _run_chunks(blocks: ActiveBlocks, step: InPlaceStep) -> bool:
-    """Update active blocks chunk by chunk. The result has the same bits as that of a run on the whole stack.
+    """Update active blocks chunk by chunk. The result has the same bits as an update of all blocks as one tensor.
 
     Return False, and change nothing, if the blocks have different step counts.
     """
@@ -372,7 +384,8 @@ def _chunks(
 ) -> Iterator[tuple[tuple[Tensor, Tensor], State]]:
     """Yield ((parameter, gradient), state) for each chunk of n entries of a block, as views `[1, n, 1, ...]`.
 
-    row: row of the block in the stack.
+    own: stack of the block, with its state tensors `[N, *block]`.
+    row: index of the block in the stack.
     parameter, gradient: entries of the block.
     """
     shape = (1, -1, *[1] * (len(own.stack.block) - 1))
@@ -438,11 +451,11 @@ def _run_together(
     program: Program,
     given: Mapping[str, Tensor],
 ) -> None:
-    """Update all blocks of a stack by one call of a program.
+    """Update all blocks of a stack, which have one shape, by one call of a program.
 
     The call updates copies of the parameters in one tensor, which are then copied back.
 
-    given: inputs of the program by name, except parameter, gradient and slots.
+    given: inputs of the program by name, except parameter, gradient and state tensors.
     """
     shape = _shape(own, len(parameters), rows=program.source.masked)
     parameter, gradient = (torch.cat([x.flatten() for x in some]).view(shape) for some in (parameters, gradients))
@@ -468,9 +481,9 @@ def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
 
 
 def _shape(own: StackState, blocks: int = 1, rows: bool = False) -> tuple[int, ...]:
-    """Return the shape in which blocks are passed to a program that updates entries one by one.
+    """Return the shape of the tensors in which blocks are passed to a program that updates entries one by one.
 
-    rows: True if every block is a row, False if one row holds all blocks.
+    rows: True if every block is a row of the tensor, False if one row holds all blocks.
     """
     entries = math.prod(own.stack.block)
     return (*((blocks, entries) if rows else (1, blocks * entries)), *[1] * (len(own.stack.block) - 1))

@@ -55,11 +55,11 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, eq=False)
 class FusedAdam:
-    """Adam's chain of one stack.
+    """How torch's fused Adam kernel is called for one stack (blocks with one shape). It is the same in all steps.
 
     names: names of the moments m and v among the tensors of the stack.
     constants: numbers that blocks of one kernel call share: beta1, beta2, eps, and the dtype of the moments.
-    small: True if the blocks are so small that they are copied into one tensor and updated together.
+    small: True if the blocks are so small that they are copied into one tensor and updated by one call.
     factors: `[N]`, factor by which the learning rate of each block is multiplied; None: 1 for all.
     """
 
@@ -151,7 +151,9 @@ class _Numbers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Copies:
-    """Copies of the parameters and moments of a stack, made before a step with a mask.
+    """Copies of the parameters and moments of a stack (blocks with one shape), made before a step with a mask.
+
+    The mask is True for usable gradients. Where it is False, the copies are written back after the step.
 
     usable: `[n]`, True for the usable gradients of the n active blocks.
     held: the n parameters, or the parts of them that this rank holds.
@@ -408,9 +410,9 @@ class InPlaceStep:
         return kinds.items()
 
     def _call(self, adam: FusedAdam, blocks: ActiveBlocks, row: int, kind: _Kind) -> _Call | None:
-        """Return the call of a fused kernel to which the blocks of one kind are added.
+        """Return the call of a fused kernel to which blocks with equal numbers (rates, step, factor) are added.
 
-        Blocks of several stacks share a call if all their numbers are equal. A call is made at its first use. Return
+        Blocks of several shapes share a call if all their numbers are equal. A call is made at its first use. Return
         None if no kernel can compute the weight decay.
 
         row: one of the blocks, as index among the active blocks.

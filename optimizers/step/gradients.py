@@ -168,8 +168,9 @@ class LocalSurvey:
         return finite_gradients(found, self.given.linear[positions].tolist())
 
     def _joined(self, positions: Sequence[int]) -> list[Tensor]:
-        """Return the gradients at these positions, for the check. Gradients of small parameters of equal shape are
-        copied into one tensor, which the step uses too.
+        """Return the gradients of the parameters at these positions, whose squares are then checked to be finite.
+
+        Gradients of small parameters with one shape are copied into one tensor, which the step uses too.
         """
         gradients: Sequence[Any] = self.given.gradients
         small, alone = self.small, self.large
@@ -381,9 +382,10 @@ class FiniteCheck:
             raise FloatingPointError(f"gradient of {names}: finite values are required, got {found}; {outcome}")
 
     def _defer(self, positions: list[int], usable: Tensor | None, allowed: Tensor | None, total: int) -> Tensor:
-        """Return a mask `[P]` on the device, True for gradients that are usable in a step that the scaler allows.
+        """Return a mask for the step, `[P]` on the device: False for parameters whose gradient is not usable.
 
-        The answers are copied to the host without waiting, for `resolve_deferred` in the next step.
+        If the scaler of the loss or a spike stops the step, it is False for all checked gradients. The answers are
+        copied to the host without waiting, for `resolve_deferred` in the next step.
         """
         if usable is None:
             assert allowed is not None
@@ -400,7 +402,8 @@ class _Deferred(NamedTuple):
     """The result of a check of gradients on a device, which the host reads only in the next step, so that it need not
     wait.
 
-    updated: positions of the parameters that the step updates unless the result forbids it.
+    updated: positions (indices in the parameter set) of the parameters that the step updates unless the result forbids
+        it.
     checked: positions of the parameters whose gradients were checked.
     answers: booleans: for each checked gradient, True if it is usable. One more follows if a scaler of the loss or a
         spike may stop the step: True if it did not.
@@ -412,7 +415,7 @@ class _Deferred(NamedTuple):
 
 
 def _places(flags: NDArray[np.bool_]) -> list[int]:
-    """Return the positions at which flags `[P]` are True."""
+    """Return the positions (indices) of the parameters whose flag in `[P]` is True."""
     places: list[int] = np.flatnonzero(flags).tolist()
     return places
 
@@ -451,7 +454,7 @@ def _values(answers: Tensor) -> list[bool]:
 def _unusable(positions: Sequence[int], answers: Sequence[bool]) -> list[int] | None:
     """Return the positions of the gradients that are not usable. Return None if a GradScaler or a spike stops the step.
 
-    positions: positions of the parameters whose gradients were checked.
+    positions: positions (indices in the parameter set) of the parameters whose gradients were checked.
     answers: True for each usable gradient. One more boolean may follow: False if the step is stopped.
     """
     bad = [position for position, good in zip(positions, answers, strict=False) if not good]

@@ -110,7 +110,7 @@ class OffloadedState:
 
 
 class CopiedState:
-    """The state of stacks on a device: it is copied from host memory to one of two buffers on the device, and back.
+    """The state of stacks (tensors of blocks with one shape), copied between host memory and two buffers on a device.
 
     All copies are on one stream, in the order of the calls. A buffer is therefore filled only after its last content
     was copied back. On the device, the kernels of a step wait for the copies to their buffer, and the copies back wait
@@ -123,7 +123,7 @@ class CopiedState:
 
     Arguments of the methods:
 
-    group: stacks whose state must be on the device at the same time.
+    group: stacks whose state must be on the device at the same time, because they are updated together.
     buffer: 0 or 1, index of the buffer to which the state of the group is copied.
     """
 
@@ -142,7 +142,7 @@ class CopiedState:
         self._pieces: dict[tuple[int, ...], list[_Piece]] = {}
 
     def fetch(self, group: Group, buffer: int) -> None:
-        """Begin to copy the state of a group to a buffer, without waiting."""
+        """Begin to copy the state of a group's blocks from host memory to a buffer on the device, without waiting."""
         pieces = self._pieces_of(group, buffer)
 
         def copy() -> Any:
@@ -154,13 +154,19 @@ class CopiedState:
         self._arrived[buffer] = self._begin(copy)
 
     def enter(self, group: Group, buffer: int) -> None:
-        """Let the stacks of a group use their state in a buffer of the device, after the copy to it is complete."""
+        """Replace the state tensors of a group's blocks by their copies in a buffer on the device.
+
+        Kernels that are launched afterwards wait until the copies are complete.
+        """
         self._streams.wait(self._arrived[buffer]())
         for piece in self._pieces_of(group, buffer):
             piece.show(on_device=True)
 
     def leave(self, group: Group, buffer: int) -> None:
-        """Begin to copy the state of a group from a buffer back to host memory, without waiting."""
+        """Begin to copy the state of a group's blocks from a buffer on the device back to host memory, without waiting.
+
+        From now on, the state tensors of the blocks are those in host memory.
+        """
         pieces, computed = self._pieces_of(group, buffer), self._streams.mark()
         for piece in pieces:
             piece.show(on_device=False)
@@ -175,8 +181,9 @@ class CopiedState:
         self._stored.append(self._begin(copy))
 
     def lends(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is stored in one of the two buffers, so that its content is lost when the buffer is
-        filled with the state of other stacks.
+        """Return True if a tensor is stored in one of the two buffers on the device.
+
+        Its content is lost when the buffer is filled with the state of other blocks.
         """
         starts = [buffer.data_ptr() for buffer in self._buffers]
         return any(start <= tensor.data_ptr() < start + self._buffers[0].numel() for start in starts)
@@ -221,9 +228,9 @@ class CopiedState:
         return self._pinned[: piece.memory.numel()]
 
     def _pieces_of(self, group: Group, buffer: int) -> list[_Piece]:
-        """Return the host buffers of a group of stacks, each with its own part of a buffer of the device.
+        """Return the host buffers with the state of a group's blocks, each with its own part of a buffer on the device.
 
-        The state in a host buffer is copied to this part. The parts follow one another in the buffer of the device.
+        The state in a host buffer is copied to this part. The parts follow one another in the buffer on the device.
         """
         key = buffer, *(own.number for own in group)
         if key not in self._pieces:
@@ -237,10 +244,13 @@ class CopiedState:
 
 
 class _Piece:
-    """A host buffer of a stack, and the part of a buffer of the device to which it is copied.
+    """A host buffer with state of a stack, and the part of a buffer on the device to which this state is copied.
 
+    A stack is a tensor of blocks with one shape.
+
+    own: state of the stack.
     host: the host buffer.
-    memory: the part of the buffer of the device, uint8 `[n]`.
+    memory: the part of the buffer on the device, uint8 `[n]`.
     """
 
     def __init__(self, own: StackState, host: HostBuffer, memory: Tensor) -> None:
@@ -248,7 +258,7 @@ class _Piece:
         self._own, self._here, self._there = own, host.views(memory), host.views(host.memory)
 
     def show(self, on_device: bool) -> None:
-        """Let the stack use its state in the buffer of the device, or its state in host memory."""
+        """Replace the state tensors of the stack by their copies in the buffer on the device, or in host memory."""
         self._own.replace_tensors(self._here if on_device else self._there)
 
 

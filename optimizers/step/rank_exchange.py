@@ -161,11 +161,11 @@ class RankStep(LocalStep):
         return self._rms_from_norms(range(len(norms)), norms)
 
     def _entries(self, position: int, view: EntryView) -> Tensor | None:
-        """Return selected entries of a parameter's gradient, as they are sent to the owners of blocks.
+        """Return selected entries of a parameter's gradient, as they are sent to the ranks that own its blocks.
 
         Weight decay that the recipe adds to gradients is included. Returns None if the parameter has no gradient.
 
-        position: position of the parameter.
+        position: index of the parameter in the parameter set.
         view: function that selects the entries: it returns a view of them in this rank's shard.
         """
         gradient: Tensor | None = self.step.gradients[position]
@@ -214,9 +214,9 @@ class RankStep(LocalStep):
         return torch.where(usable.view(-1, *(1 for _ in blocks.stack.block)), after, before)
 
     def _receive(self, arrived: Arrived) -> None:
-        """Write received updates, or received blocks of updated parameters, into the parameters.
+        """Apply updates from other ranks to the parameters, or copy updated blocks of parameters from them.
 
-        They are written without a copy, unless constraints or an averaging need the update of a whole parameter.
+        A whole parameter is assembled first only if constraints or an averaging need its whole update.
         """
         parameters = self.iterates.parameters
         if self.iterates:

@@ -305,7 +305,7 @@ class ParamSet:
             self._run(groups, step, moved)
 
     def _run(self, groups: Sequence[Sequence[StackState]], step: Step, moved: NDArray[np.bool_]) -> None:
-        """Run one step of stacks.
+        """Run one step of all blocks in some stacks. A stack is a tensor of blocks with one shape.
 
         groups: the stacks, in lists. Stacks whose stages sum over the same parameter are in one list.
         moved: `[P]`, True for parameters that the step changes.
@@ -332,7 +332,7 @@ class ParamSet:
     def _run_group(
         self, chosen: Sequence[tuple[Sequence[ActiveBlocks], bool]], exchange: LocalStep, in_place: InPlaceStep
     ) -> None:
-        """Run one step of stacks that need the same sums over whole parameters, such as norms over all blocks.
+        """Run one step of one stack (blocks with one shape), or of several whose stages sum over the same parameters.
 
         chosen: pairs (active blocks of the stacks, priming), as `active_blocks` returns them. priming: True if the
             gradient only initializes statistics of these blocks.
@@ -347,7 +347,9 @@ class ParamSet:
                 self._advance(together, exchange, priming)
 
     def _advance(self, together: Sequence[ActiveBlocks], exchange: LocalStep, priming: bool) -> None:
-        """Compute the directions of one stack, or of several stacks that share parameters, and pass them to parameters.
+        """Compute the directions of all blocks of one stack or several stacks. Pass them to parameters or other ranks.
+
+        A stack is a tensor of blocks with one shape.
 
         together: active blocks of each stack. There are several if stages need sums over parameters that have blocks in
             all of these stacks.
@@ -377,7 +379,7 @@ class ParamSet:
         return self.executions[own.number]
 
     def _report_failed_roots(self, own: StackState, wait: bool) -> None:
-        """Report roots of a stack that failed too often.
+        """Report matrix roots that failed too often, in a stack (blocks with one shape).
 
         wait: True to wait for the answer of a device. False to leave the answer of a device to a later call.
         """
@@ -385,7 +387,10 @@ class ParamSet:
             self.exchange.report_failed_roots(own.path, bad)
 
     def _stack_step(self, blocks: ActiveBlocks, exchange: LocalStep) -> StackStep:
-        """Return the inputs of the chain of a stack for one step: gradients, step counts, signals, rates."""
+        """Return the inputs of a chain of stages for one step: gradients, step counts, signals, rates.
+
+        blocks: the blocks of a stack (all with one shape) that the step updates.
+        """
         gradient, step = exchange.gather(blocks, "gradients"), exchange.step
         context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, exchange))
         mask = None if step.mask is None else step.mask[blocks.param_index]
@@ -402,9 +407,9 @@ class ParamSet:
         return known if isinstance(known, Tensor) else exchange.gather(blocks, source)
 
     def _write(self, updates: EntryUpdates, step: Step, moved: NDArray[np.bool_]) -> None:
-        """Write updates into the parameters that the step changes.
+        """Apply updates to the parameters that the step changes.
 
-        One call writes the updates of all parameters with the same update rule, learning rate and weight decay.
+        One call applies the updates of all parameters with the same update rule, learning rate and weight decay.
         """
         if moved is not step.active:
             updates = updates.chosen(moved[updates.positions])
@@ -415,7 +420,7 @@ class ParamSet:
             self._move(updates if len(found) == 1 else updates.chosen(kinds == kind), step)
 
     def _move(self, updates: EntryUpdates, step: Step) -> None:
-        """Write updates of parameters that have the same update rule, learning rate and weight decay."""
+        """Apply updates to parameters that have the same update rule, learning rate and weight decay."""
         positions, entries, values = updates.positions.tolist(), updates.entries, updates.values
         path, group = self.specs[positions[0]].path, int(step.rates.alike[positions[0]])
         masks = None

@@ -291,7 +291,9 @@ def _scheduled(source: ProgramSource, given: Mapping[str, Tensor]) -> Iterator[U
 
 
 def _key(x: Any) -> Hashable:
-    """Return a hashable key for the declaration of a program (`ProgramSource`), or for the value of one of its fields.
+    """Return a hashable key by which a cache finds the program of a declaration (`ProgramSource`).
+
+    Fields of the declaration get their keys by the same function.
 
     Declarations with equal keys share one compiled program. The key has the values of all fields. An update rule is
     represented by its two chains of stages alone.
@@ -308,10 +310,11 @@ def _key(x: Any) -> Hashable:
 
 
 def _sample(kind: TensorKind, device: torch.device, value: float = 0.0) -> Tensor:
-    """Return an input with which a program is traced. Numbers and masks are not aligned to 16 bytes.
+    """Return a tensor that stands for an input while a program is traced.
 
-    In a step, numbers and masks may be rows of one tensor, and rows are not aligned. If the samples were aligned, the
-    program that Inductor compiles for a GPU would copy such inputs in every call, by one more kernel.
+    0-d numbers, and masks (a boolean for each block), are not aligned to 16 bytes. In a step, numbers and masks may be
+    parts of a larger tensor, which are not aligned. If the samples were aligned, the program that Inductor compiles for
+    a GPU would copy such inputs in every call, by one more kernel.
     """
     shape, dtype = kind
     if shape and dtype != torch.bool:
@@ -322,15 +325,17 @@ def _sample(kind: TensorKind, device: torch.device, value: float = 0.0) -> Tenso
 def tracing_context(
     ask: Ask, questions: list[Question], signals: Mapping[str, Tensor], steps: Tensor | None
 ) -> StepContext:
-    """Return the context that stages receive while they are traced. In this step no refresh is due.
+    """Return the context that stages receive while their operations are traced. No refresh of a stage is due in it.
 
-    Stages receive numbers that depend on the step only as tensors, by the method `context.per_block`. If a stage reads
-    a step count or a phase from the context itself, AttributeError is raised: otherwise this number of one step would
-    become a constant of the program.
+    Stages receive numbers that depend on the step only as tensors, from the method `context.per_block`. If a stage
+    reads step counts (`steps`) or fractions of refresh intervals (`phases`) from the context, AttributeError is raised.
+    Otherwise the numbers of one step would become constants of the traced program.
 
-    ask: function that `context.per_block` calls for each number that a stage requests. It returns the tensor.
-    questions: list to which the call of `context.holds` appends the condition on the step that a stage checks.
-    signals: signals by name.
+    ask: function that `context.per_block` calls with a stage's function of the step. It returns the tensor that stands
+        for the result.
+    questions: list that records conditions on the step. `context.holds`, by which a stage checks such a condition,
+        appends the condition to this list.
+    signals: signals (inputs of stages beside gradient and direction) by name.
     steps: step of each block, int64 `[N]`; None: the context has no steps.
     """
     context = StepContext(
@@ -438,17 +443,21 @@ class Program:
         return [given[name] for name in self.inputs]
 
     def numbers(self, step: int, run_step: int) -> dict[str, Tensor]:
-        """Return the inputs that depend on the step, by name: scheduled fields, and numbers that stages request.
+        """Return the inputs of the program that depend on the step, as 0-d tensors on the device, by name.
 
-        step: step count of the blocks, from which the requested numbers are computed.
-        run_step: step of the run, from which the scheduled numbers are computed.
+        They are the scheduled fields of stages, and the functions of the step that stages compute by
+        `context.per_block`, such as bias corrections.
+
+        step: step count of the program's blocks, at which these functions are evaluated; the first step is 1.
+        run_step: step of the run, at which the scheduled fields are evaluated; the first step is 1. It is larger than
+            `step`, for example, if the parameters of the blocks had no gradients in some steps.
         """
         return {**self._scheduled.row(run_step), **self._asked.row(step)}
 
     def host_numbers(self, step: int, run_step: int) -> list[float]:
         """Return the inputs that depend on the step, as the method `numbers` does, but as floats on the host.
 
-        They are in the order of `numbered`, the names of these inputs.
+        They are in the order of `numbered`, the names of these inputs. The arguments are those of `numbers`.
         """
         return [*self.source.schedules.at(run_step), *map(float, self._on_host.row(step).values())]
 

@@ -63,9 +63,11 @@ class NoiseMetric(Stage):
         return found * per_block(safe_ratio(block_norm(made), block_norm(found)), found)
 
     def _inverse_root(self, means: Tensor) -> Tensor:
-        """Return the diagonal of B^(-1/2) or of A^(-1/2), `[N, n]`, with B and A as in the formula of the class.
+        """Return clip((r / mean r)^power)^(-1/2), `[N, n]`: diagonals of B^(-1/2) for rows, of A^(-1/2) for columns.
 
-        means: running means of the variances of n rows (for B) or of n columns (for A), `[N, n]`.
+        Where r is 0, the result is 1. clip limits its argument to [1 / bound, bound].
+
+        means: r, the running means of the variances of n rows, for B, or of n columns, for A, `[N, n]`.
         """
         ratio = safe_ratio(means, means.mean(-1, keepdim=True).expand_as(means))
         ratio = torch.where(ratio > 0, ratio, 1.0)

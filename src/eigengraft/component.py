@@ -284,9 +284,10 @@ class Component(BaseModel, metaclass=ComponentType):
 
     @classmethod
     def member(cls, kind: object) -> type[Component]:
-        """Return the member of this family called `kind`.
+        """Return the class with the name `kind` in recipes, among the classes of this family.
 
-        For an unknown kind, raises an error that names the nearest kind or, if no kind is near, all kinds.
+        The family has all registered subclasses of this class, such as the stages of `Stage`. For an unknown kind,
+        raises an error that names the nearest kind or, if no kind is near, all kinds.
         """
         kinds = ", ".join(sorted(cls.members))
         if not isinstance(kind, str):

@@ -211,8 +211,8 @@ class BlockGrid:
 
     @cached_property
     def _layouts(self) -> dict[tuple[str, Numbers], list[tuple[Numbers, Numbers, Any]]]:
-        """Cache of `_views`: (shape, strides, offset) of each view. The keys are (name of the function that makes the
-        views, strides of the tensor)."""
+        """Cache of `_views`: (shape, strides, offset) of each view, by (name of the function that makes the views,
+        strides of the tensor)."""
         return {}
 
     def _pieces_of_parameter(self, x: Tensor) -> list[Tensor]:

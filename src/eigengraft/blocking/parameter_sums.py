@@ -1,9 +1,10 @@
 """Sums over the blocks of each parameter, for `context.parameter_sum`. The blocks may be in several stacks.
 
-If all blocks of a parameter are in one stack, the sum is an `index_add`. Otherwise the computations of the stacks run
-concurrently, each in a greenlet of this thread. A computation that needs a sum waits. When all computations wait, the
-sums are computed, and the computations continue. Threads would need locks, and with generators every function between
-the step and the sum would have to be a generator.
+A stack is a tensor of blocks with one shape, which are computed together. If all blocks of a parameter are in one
+stack, the sum is an `index_add`. Otherwise the computations of the stacks run concurrently, each in a greenlet of this
+thread. A computation that needs a sum waits. When all computations wait, the sums are computed, and the computations
+continue. Threads would need locks, and with generators every function between the step and the sum would have to be a
+generator.
 
 A context manager must not be open across a sum, because the computations of other stacks run before the sum returns.
 """
@@ -29,19 +30,18 @@ of all blocks of the same parameter, `[N]`."""
 
 
 def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence[NDArray[np.int64]]) -> list[_T]:
-    """Run the computations of stacks of blocks, some of which request sums over all blocks of a parameter. Return their
-    results.
+    """Run the computations of several stacks, and return their results. A stack is a tensor of blocks with one shape.
 
-    The blocks of a parameter may be in several stacks. Numbers are added in the order of the stacks, and within a stack
-    in the order of its blocks. An exception in one computation ends all of them. Raises ContractError unless all stacks
-    request the same number of sums.
+    Each computation may request sums over all blocks of a parameter, which may be in several of the stacks. Numbers are
+    added in the order of the stacks, and within a stack in the order of its blocks. An exception in one computation
+    ends all of them. Raises ContractError unless all stacks request the same number of sums.
 
     runs: the computation of each stack. It receives the function by which it requests sums, `ParameterSum`.
     param_ids: for each stack, the number of each block's parameter, `[N]`.
     """
     if len(runs) == 1:
         return [runs[0](lambda values: _sums([values], param_ids)[0])]
-    from greenlet import getcurrent, greenlet  # imported here, because few recipes need sums over several stacks
+    from greenlet import getcurrent, greenlet  # imported here, because few recipes sum over blocks of different shapes
 
     caller = getcurrent()
     workers = [greenlet(run, parent=caller) for run in runs]
@@ -58,18 +58,19 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
                 )
             found = [worker.switch(own) for worker, own in zip(workers, _sums(found, param_ids), strict=True)]
         return found
-    finally:  # after an exception in one computation, the others still wait for a sum
+    finally:  # after an exception in one stack's computation, those of the other stacks still wait and must be ended
         for worker in workers:
             if worker:
                 worker.throw()
 
 
 def _sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> Sequence[Tensor]:
-    """Add up the numbers of all blocks of each parameter. Return one tensor `[N]` for each stack: the sum of the
-    parameter of each of its N blocks.
+    """Add up the numbers of all blocks of each parameter. The blocks are in stacks, tensors of blocks with one shape.
 
-    values: for each stack, one number for each of its blocks.
-    param_ids: for each stack, the number of each block's parameter.
+    Return one tensor `[N]` for each stack of N blocks, with the sum over all blocks of each block's parameter.
+
+    values: for each stack, one number for each of its blocks, `[N]`.
+    param_ids: for each stack, the number of each block's parameter, `[N]`.
     """
     added = values[0] if len(values) == 1 else torch.cat(list(values))
     ids = param_ids[0] if len(param_ids) == 1 else np.concatenate(param_ids)

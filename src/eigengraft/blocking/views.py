@@ -593,7 +593,7 @@ def module_facts(model: nn.Module) -> dict[int, ModuleFacts]:
 
 def _factors(model: nn.Module) -> dict[int, Factor]:
     """Return the factors A and B of low-rank products B A, such as LoRA's, that modules declare by a method
-    `parameter_pairs()`. The keys are the `id`s of the parameters.
+    `parameter_pairs()`, by the `id`s of the parameters.
 
     The method returns pairs of names of parameters: the name of A `[r, n]`, the name of B `[m, r]`.
     """

@@ -31,7 +31,9 @@ class QuantizerCase(Case[Quantizer]):
     size: int = 9
 
     def example(self, blocks: int = 4) -> tuple[Slot, Tensor]:
-        """Return a slot that the quantizer can store, and matrices for it, as a float32 stack `[blocks, d, d]`."""
+        """Return the declaration of a square matrix that the quantizer can store, and such matrices, float32
+        `[blocks, d, d]`.
+        """
         d = self.size
         x = standard_normal(blocks, d, 2 * d, seed=0)
         matrices: dict[Role, Callable[[], Tensor]] = {
@@ -50,8 +52,11 @@ class QuantizerCase(Case[Quantizer]):
         raise broken(what, "None, which accepts the slot, for at least one role", "a refusal of each", cause)
 
     def examples(self, blocks: int = 4) -> Iterator[tuple[str, Slot, Tensor]]:
-        """Yield (end of the name in errors, slot, float32 stack) for the slot of `example` and for slots of other
-        shapes that the quantizer accepts, such as one number for each block.
+        """Yield (text, slot, x): declarations of state tensors (slots) that the quantizer accepts, and values to store.
+
+        The values x are float32, `[blocks, *slot.shape]`. The first are the matrices of `example`. The others have
+        other shapes, such as one number for each block. The text is appended to names in errors: it names the shape,
+        and is "" for the matrices.
         """
         yield "", *self.example(blocks)
         roles: tuple[Role, ...] = ("second_moment", "first_moment")
