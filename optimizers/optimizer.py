@@ -26,6 +26,7 @@ from .param_groups import (
     Defaults,
     check_options,
     own_keys,
+    require_leaves,
     require_matches,
     require_names,
     require_options,
@@ -172,6 +173,7 @@ class Optimizer(ComposedOptimizer):
         own, relative = self.param_sets, self.param_sets.follows_peak is not None
         group, index = own_keys(param_group, own.recipe_text, relative), len(self.param_groups)
         require_names(group, self.param_groups)
+        require_leaves(group)
         self._asks_fused = self._asks_fused or bool(param_group.get("fused"))
         without_dynamo(super().add_param_group)(group)
         try:

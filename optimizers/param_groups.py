@@ -242,6 +242,18 @@ def require_names(group: dict[str, Any], groups: Sequence[Mapping[str, Any]]) ->
         )
 
 
+def require_leaves(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for a parameter that is the result of an operation, as torch does. The error names it."""
+    params = group["params"] if isinstance(group["params"], list) else []
+    for place, one in enumerate(params):
+        name, value = one if isinstance(one, tuple) and len(one) == 2 else (f"the one at position {place}", one)
+        if isinstance(value, Tensor) and not (value.is_leaf or value.retains_grad):
+            raise ValueError(
+                f"can't optimize a non-leaf Tensor: {name} is the result of an operation; pass the nn.Parameter from "
+                "which it was computed"
+            )
+
+
 def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None:
     """Warn of keys in param groups that have no effect because the recipe declares the values.
 

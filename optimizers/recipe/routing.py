@@ -183,12 +183,6 @@ class DescribedParameters:
         for entry in params if pairs else ():
             if isinstance(entry, dict) and entry.get("params") == []:
                 entry.setdefault("param_names", [])  # torch requires names of all groups or of none
-        for name, value in pairs:
-            if isinstance(value, Tensor) and not value.is_leaf:
-                raise ValueError(
-                    f"{name}: a parameter is required, got the result of an operation, which has no gradient of its "
-                    "own; pass the nn.Parameter from which it was computed"
-                )
         new = [pair for pair in pairs if isinstance(pair[1], Tensor) and id(pair[1]) not in given.infos]
         return cls(params, {**describe_named(new), **given.infos}, given.others, given.model)
 

@@ -62,13 +62,13 @@ def solve(solver: AnySolver, a: Tensor) -> Tensor:
     A basis solver is called twice. The second call receives another matrix and the basis of the first call, and its
     result is returned.
     """
-    value, ok = solved(solver, a)
+    value, ok = result_and_ok(solver, a)
     fine = ok.shape == a.shape[:1] and ok.dtype == torch.bool and bool(ok.all())
     require(fine, "`ok` for definite matrices", "one bool for each matrix, all of them True", ok)
     return value
 
 
-def solved(solver: AnySolver, a: Tensor) -> tuple[Tensor, Tensor]:
+def result_and_ok(solver: AnySolver, a: Tensor) -> tuple[Tensor, Tensor]:
     """Return the result of `solve`, and `ok`, for a stack of matrices that a solver may mark as failed."""
     if isinstance(solver, PolarSolver):
         return solver.polar(a), torch.ones(len(a), dtype=torch.bool)
@@ -93,9 +93,9 @@ def a_stack_is_solved_as_its_matrices(case: SolverCase[AnySolver]) -> None:
         return stack_cause(case.component, lambda: solve(case.component, many))
 
     for name, a in (("", definite()), (" of unlike sizes", unlike(definite()))):
-        stacked, marked = solved(case.component, a)
+        stacked, marked = result_and_ok(case.component, a)
         for i in range(len(a)):
-            alone, ok = solved(case.component, a[i : i + 1])
+            alone, ok = result_and_ok(case.component, a[i : i + 1])
             what = f"matrix {i} in a stack of {len(a)}{name} and alone"
             if ok.tolist() != marked[i : i + 1].tolist():
                 raise broken(f"`ok` for {what}", "the same", "another", cause())

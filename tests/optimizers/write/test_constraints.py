@@ -4,7 +4,7 @@ Tolerances, unless a test says otherwise: 1e-13 in float64, a hundred roundings.
 """
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -208,7 +208,7 @@ def test_a_constraint_may_come_from_outside() -> None:
     class Box(Constraint):
         """W <- clip(W, -1, 1)."""
 
-        kind: Any = "box_for_test"
+        kind: Literal["box_for_test"] = "box_for_test"
 
         def retract(self, slots: Any, parameters: Any, updates: Any, moved: Any, norms: Any) -> Any:
             return [new.clamp(-1, 1) for new in moved]
