@@ -524,12 +524,12 @@ class TestDiff:
 class TestShowKind:
     def test_a_kind_is_shown_with_its_formula_and_the_range_of_every_field(self) -> None:
         output = succeeds("show", "rms")
-        check_said(output, "stage rms", "v <- b v + w x^2", "[0, 1]", "0.999", "decay of the second moment")
+        check_said(output, "stage 'rms'", "v <- b v + w x^2", "[0, 1]", "0.999", "decay of the second moment")
         assert set(RMS.model_fields) - {"kind"} <= set(output.split())
 
     def test_the_family_tells_a_kind_from_a_recipe_of_its_name(self) -> None:
         output = succeeds("show", "stage.shampoo")
-        check_said(output, "stage shampoo", "solver")
+        check_said(output, "stage 'shampoo'", "solver")
         assert len(output.splitlines()) < 30  # no column of the table is as narrow as a letter
 
     def test_a_family_is_shown_with_what_a_member_defines(self) -> None:
