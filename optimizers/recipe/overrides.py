@@ -199,11 +199,10 @@ def _missing(node: Any, part: str, where: str) -> str:
     else:
         return f"'{where}' is the value {node!r} and has no fields"
     near = [] if where else [path for path, _ in flatten(node) if f".{part}." in f".{path}."][:1]
-    hint = did_you_mean(part, known, first=(path[: path.index(part) + len(part)] for path in near))
+    first = (path[: path.index(part) + len(part)] for path in near)
+    hint = did_you_mean(part, known, first=first, separator="; ")
     place = f"'{where}'" if where else "the top level"
-    return (
-        f"there is no '{part}' in {place}, which has {', '.join(known) or 'nothing'}{hint.replace(', did', '; did', 1)}"
-    )
+    return f"there is no '{part}' in {place}, which has {', '.join(known) or 'nothing'}{hint}"
 
 
 def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_v
 
 from eigengraft.blocking import Batches, Blocking, Modules, View, ViewChoice, Whole
 from eigengraft.blocking.blocks import ONE_TENSOR
-from eigengraft.component import Component, PathName
+from eigengraft.component import Component, PathName, plain
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.errors import did_you_mean
 from eigengraft.preconditioners import RMS, Momentum, Stages, chain_slots, walk
@@ -362,10 +362,10 @@ class Recipe(UpdateRule):
 
     def for_run(self, steps: int) -> Recipe:
         """Return the recipe for a run of `steps` steps: with `total_steps` if it depends on the length of the run."""
-        given: object = steps
+        given: object = plain(steps)
         if type(given) is not int or given < 1:
             raise ValueError(f"steps: a positive integer is required, the number of steps of the run, got {given!r}")
-        return self.replace(total_steps=steps) if self.lacks_total_steps() else self
+        return self.replace(total_steps=given) if self.lacks_total_steps() else self
 
     def rules(self) -> dict[str, Recipe | Route]:
         """Return the update rules by path: that of the recipe itself under "", and those of its `routes` under

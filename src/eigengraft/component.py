@@ -681,8 +681,7 @@ def _advice(cls: type[Component], name: str) -> str:
     if where := cls.elsewhere.get("." if "." in name else name):
         return f"; {where}"
     meant = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else _inside(cls, name)
-    near = did_you_mean(name.lower(), known, first=meant).removeprefix(", ")
-    return f"; {near or 'the fields are ' + ', '.join(known)}"
+    return did_you_mean(name.lower(), known, first=meant, separator="; ") or f"; the fields are {', '.join(known)}"
 
 
 def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:

@@ -59,17 +59,20 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, first: Iterable[str] = ()) -> str:
+def did_you_mean(
+    name: str, known: Iterable[str], cutoff: float = 0.6, first: Iterable[str] = (), separator: str = ", "
+) -> str:
     """Return the question "did you mean ...?" for an unknown name, as the end of an error; "" if no known name is near.
 
     Names that are equally near, such as int4 and int8 for int9, are all suggested, up to three.
 
     first: names to suggest in place of near names.
+    separator: beginning of the question, after the text of the error.
     """
     near = list(first)[:1] or near_names(name, known, cutoff)
     far = [(typing_errors(name, other), _letters(name) != _letters(other)) for other in near]
     equal = [f"'{other}'" for other, own in zip(near, far, strict=True) if own == far[0]][:3]
-    return f", did you mean {' or '.join(equal)}?" if near else ""
+    return f"{separator}did you mean {' or '.join(equal)}?" if near else ""
 
 
 _VERY_SIMILAR = 0.75

@@ -280,9 +280,12 @@ class TestProgress:
 
 
 def shown_progress(monkeypatch, events, left=(), seconds=(), **options):
-    """What a study of twelve runs shows for (time, kind of event, step of 60 of one run, fraction of the study).
+    """Return {time: text of the bar of the study} for a study of twelve runs.
 
-    left: names of runs without a result, whose expected `seconds` were corrected by finished ones."""
+    events: (time, kind of event, step of the run, fraction of the study that is done). The run has 60 steps.
+    left: names of the runs without a result.
+    seconds: expected seconds of these runs, already corrected by finished runs.
+    """
     clock, shown = {"now": 0.0}, {}
     monkeypatch.setattr(progress, "monotonic", lambda: clock["now"])
     of_study = {"seconds": dict(zip(left, seconds, strict=True)), "measured": len(left)}

@@ -748,7 +748,7 @@ def test_the_command_prints_findings_and_what_it_could_not_check(tmp_path: Path)
 
 
 def test_the_command_imports_a_task_that_the_run_does_not_name(tmp_path: Path) -> None:
-    """As after a run of a script that defines its own task."""
+    """A script defines a task and trains it. Another process, such as the command, does not know the task."""
     source = tmp_path / "own_wave.py"
     source.write_text(REGRESSION.read_text().replace('"curve"', '"own_wave"'))
     module = import_component(str(source))

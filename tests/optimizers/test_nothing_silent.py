@@ -5,6 +5,7 @@ import pickle
 import warnings
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -356,6 +357,8 @@ def test_checked_is_true_or_false(wrong: Any) -> None:
 def test_steps_are_a_positive_integer(wrong: Any) -> None:
     with refused(ValueError, "steps", repr(wrong)):
         compose("adamw", Net(), steps=wrong)
+    schedule = {"update.momentum.beta": [{"from": 0.5, "to": 0.9, "fraction": 0.5}]}
+    assert compose("adamw", Net(), overrides=schedule, steps=np.int64(7)).recipe.total_steps == 7  # type: ignore[arg-type]
 
 
 def test_options_of_compose_alone_are_named() -> None:

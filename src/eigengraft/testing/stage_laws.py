@@ -67,15 +67,15 @@ def a_stack_is_its_blocks(case: StageCase) -> None:
         with on(block):
             given, (stacked, stack) = case.gradients(block), case.trajectory(block)
             cause = partial(_stack_cause, case, block)
-            for i in (0, 2):
-                alone = stack.renewed([i]).run(given[:, i : i + 1])[:, 0]
+            alone = {i: stack.renewed([i]).run(given[:, i : i + 1])[:, 0] for i in (0, 2)}
+            for i, own in alone.items():
                 what = f"directions of block {i} alone and in a stack of 3"
-                require_close(alone, stacked[:, i], 1e-10, what, cause, True)
+                require_close(own, stacked[:, i], 1e-10, what, cause, True)
             unlike = given.clone()
             unlike[:, 1] *= 1e8
             what = "directions of block 0 alone and beside a block with gradients of 1e8 times the size"
             beside = stack.renewed([0, 1, 2]).run(unlike)[:, 0]
-            require_close(stack.renewed([0]).run(given[:, :1])[:, 0], beside, 1e-10, what, cause, True)
+            require_close(alone[0], beside, 1e-10, what, cause, True)
 
 
 def _stack_cause(case: StageCase, block: tuple[int, ...]) -> str:

@@ -476,7 +476,7 @@ def study_of_a_file(tmp_path, axes):
 
 
 def after_the_first(change):
-    """What watches a study, and calls a function when its first run has ended."""
+    """Return a function for `watch` of a study: it calls `change` once, when the first run has ended."""
     ended = []
 
     @contextmanager
