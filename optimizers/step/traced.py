@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from threading import Timer
 from typing import Any, Literal, cast
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -593,11 +594,35 @@ def trace(step: Callable[..., Sequence[Tensor]], samples: Sequence[Tensor], symb
 
     functional = torch.func.functionalize(step, remove="mutations_and_views")
     mode: Literal["fake", "symbolic"] = "symbolic" if symbolic else "fake"
-    graph = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode=mode)(*samples)
+    table = {**select_decomp_table(), **_one_by_one()}
+    graph = make_fx(functional, decomposition_table=table, tracing_mode=mode)(*samples)
     if symbolic:
         # Inductor's cache on disk pickles the graph, but cannot pickle this object; the inputs still reference it
         graph.shape_env = None
     return graph
+
+
+@cache
+def _one_by_one() -> dict[OpOverload, Callable[..., list[Tensor]]]:
+    """Return for operations of torch on lists of tensors a function that calls the operation on single tensors.
+
+    On a GPU, Inductor compiles an operation on a list as a kernel of its own, which it fuses with no other operation. A
+    step of AdamW would then be two kernels, both of which read the moments.
+    """
+    aten, found = torch.ops.aten, dict[OpOverload, Callable[..., list[Tensor]]]()
+    for name in ("add", "sub", "mul", "div", "lerp", "sign", "clamp_min", "copy"):
+        packet = getattr(aten, f"_foreach_{name}")
+        overloads = (overload for overload in packet.overloads() if not overload.endswith("out"))
+        found |= {getattr(packet, overload): partial(_each, getattr(aten, name)) for overload in overloads}
+    return found
+
+
+def _each(single: OpOverloadPacket, tensors: Sequence[Tensor], *others: Any, **options: Any) -> list[Tensor]:
+    """Call an operation on single tensors for each tensor of a list. Other arguments are lists too, or are shared."""
+    rows = (
+        [other[at] if isinstance(other, (list, tuple)) else other for other in others] for at in range(len(tensors))
+    )
+    return [single(x, *row, **options) for x, row in zip(tensors, rows, strict=True)]
 
 
 def _without_guards(traced: torch.fx.GraphModule) -> CompiledCode:

@@ -43,9 +43,9 @@ class CholeskyQR(BasisSolver):
 
     Two rounds are enough for an X of condition number up to u^(-1/2). A direction that is new in A, or much larger than
     all other directions, makes columns of A Q nearly parallel. With two rounds in float32 nearly all refreshes of such
-    matrices fail on a device. With `rounds: 3, wide: true` the results are as orthonormal as those of Householder QR
-    (mixed precision, Yamazaki, Tomov & Dongarra 2015); `by_device` replaces `power_qr` by the solver with these
-    settings.
+    matrices fail on a device. With `wide: true` the rounds are computed in float64 (as in Yamazaki, Tomov & Dongarra
+    2015), and two of them orthonormalize a float32 X of any condition number, up to the final rounding to float32.
+    `by_device` replaces `power_qr` by the solver with this setting.
 
     On a CPU, a matrix whose result is not orthonormal is solved again by Householder QR. On a device, where the host
     would have to wait for the list of such matrices, the matrix keeps its basis and counts as failed.
@@ -54,7 +54,7 @@ class CholeskyQR(BasisSolver):
     kind: Literal["cholesky_qr"] = "cholesky_qr"
     steps: int = Field(default=1, ge=1, le=100, description="power steps in one refresh")
     rounds: int = Field(default=2, ge=2, le=8, description="Cholesky factorizations in one step")
-    wide: bool = Field(default=False, description="take all rounds but the last in float64")
+    wide: bool = Field(default=False, description="compute the rounds in float64")
     max_error: float = Field(
         default=_MAX_ERROR,
         ge=1,
@@ -68,7 +68,8 @@ class CholeskyQR(BasisSolver):
     def equal_to(cls, other: MatrixSolver, dtype: torch.dtype) -> Self | None:
         if not isinstance(other, PowerQR):
             return None
-        return cls(steps=other.steps, rounds=3, wide=True, bootstrap=other.bootstrap)
+        rounds = 3 if dtype == torch.float64 else 2
+        return cls(steps=other.steps, rounds=rounds, wide=True, bootstrap=other.bootstrap)
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:
         if first and self.bootstrap:
@@ -108,11 +109,11 @@ class CholeskyQR(BasisSolver):
 
         x: columns of length 1, `[N, d, r]`.
         """
-        dtype, last = x.dtype, self.rounds - 1
+        found = x.double() if self.wide else x
         for number in range(self.rounds):
-            x = x.double() if self.wide and number < last else x.to(dtype)
-            x = _round(x, number < max(1, self.rounds - 2))
-        return x, _orthonormal(x, self.max_error * torch.finfo(dtype).eps)
+            found = _round(found, number < max(1, self.rounds - 2))
+        found = found.to(x.dtype)
+        return found, _orthonormal(found, self.max_error * torch.finfo(x.dtype).eps)
 
 
 def orthonormal_columns(x: Tensor, q: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ BASIS_SOLVERS = (
         ),
     ),
     Row({"kind": "cholesky_qr", "steps": 2, "rounds": 3, "bootstrap": False}, "no bootstrap"),
-    Row({"kind": "cholesky_qr", "rounds": 3, "wide": True}, "wide"),
+    Row({"kind": "cholesky_qr", "wide": True}, "wide"),
     Row(
         {"kind": "subspace", "rank": 3},
         faults=(unknown("subspace"), Fault({"kind": "subspace", "rank": 0}, "rank", 1)),

@@ -300,6 +300,15 @@ def test_entries_do_not_depend_on_their_place(dtype: torch.dtype) -> None:
             assert all(torch.equal(a, b[:, start : start + length]) for a, b in zip(part, whole, strict=True))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_program_has_no_operations_on_lists(recipe: str, as_traced: list[int]) -> None:
+    """Inductor compiles each of them as a kernel of its own on a GPU, however many operations it could fuse."""
+    Optimizer([nn.Parameter(normal(8, 8, seed=0))], compiled_recipe(recipe))
+    operations = [str(node.target) for program in traced._PROGRAMS.values() for node in program.graph.graph.nodes]
+    assert any("aten.mul" in name for name in operations)
+    assert not [name for name in operations if "_foreach_" in name]
+
+
 def _adamw(dtype: torch.dtype) -> traced.ProgramSource:
     """The source of a program that writes AdamW's updates into parameters with two axes."""
     optimizer = Optimizer([nn.Parameter(torch.zeros(2, 2, dtype=dtype))], "adamw")

@@ -84,11 +84,11 @@ def test_measured_times_count_before_others(rows: list[Timing]) -> None:
 @pytest.mark.parametrize(
     ("solver", "order", "expected"),
     [
-        (PowerQR(by_device=True), 1024, CholeskyQR(rounds=3, wide=True)),
+        (PowerQR(by_device=True), 1024, CholeskyQR(rounds=2, wide=True)),
         (
             PowerQR(by_device=True, steps=2, bootstrap=False),
             256,
-            CholeskyQR(steps=2, rounds=3, wide=True, bootstrap=False),
+            CholeskyQR(steps=2, rounds=2, wide=True, bootstrap=False),
         ),
         (Eigh(**RIDGE, by_device=True), 32, Eigh(**RIDGE, by_device=True)),
         (Eigh(by_device=True), 512, Eigh(on_host=True)),
