@@ -283,7 +283,8 @@ class Optimizer(ComposedOptimizer):
         hypers, taken = (self.begin_step(), None) if begun is None else begun
         if taken is not None:
             self.param_sets.begin_step(self.state, taken)
-        ready = prepare(self.param_sets, hypers, loss_scale)
+        alone = self.param_sets.spikes is None and not self.param_sets.asks_signals
+        ready = prepare(self.param_sets, hypers, loss_scale, early=alone)
         self._collect_signals()
         if self.param_sets.spikes is not None and parameters:
             ready = self.param_sets.spikes.apply(ready, signals.loss(parameters[0]))

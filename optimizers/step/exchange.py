@@ -76,6 +76,8 @@ class Step:
         "partner": a mapping from the position of a parameter to its tensor.
         any other extent: a list with a tensor for each parameter.
     step_numbers: numbers that follow from step counts. A graph that captures the step reads them on the device.
+    found_inf: 0-d float32 on the device, 1 if fused kernels must change nothing, because a gradient is not usable. None
+        if the host has read the check of the gradients.
     """
 
     gradients: Sequence[Any]
@@ -85,6 +87,7 @@ class Step:
     survey: GradientSurvey
     signals: Mapping[str, Any] = field(default_factory=dict)
     step_numbers: StepNumbers = field(default_factory=StepNumbers)
+    found_inf: Tensor | None = None
 
     def gather(self, blocks: ActiveBlocks) -> Tensor:
         """Return the gradients of blocks as `[n, *block]`. The caller must not write to this tensor."""

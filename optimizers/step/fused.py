@@ -205,6 +205,7 @@ class _Call:
     shrink: factor 1 - lr alpha by which the parameters are multiplied after their update, in a separate operation,
         because the kernel decays only before the update. None: no decay follows the update.
     step: the step as a 0-d float32 tensor on the device.
+    found_inf: 0-d on the device, as in `Step`.
     entries: tensors of one dtype and equal strides, which the kernel updates in place.
     copied: tensors whose parameter or gradient differs from the state in dtype or strides; the kernel updates copies.
     back: pairs of a parameter and its copy; after the kernel the copy is written back.
@@ -216,6 +217,7 @@ class _Call:
     shrink: float | Tensor | None
     device: torch.device
     step: Tensor
+    found_inf: Tensor | None
     entries: list[_Entries] = field(default_factory=list)
     copied: list[_Entries] = field(default_factory=list)
     back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -312,6 +314,7 @@ class _Call:
             eps=own.eps,
             amsgrad=False,
             maximize=False,
+            found_inf=self.found_inf,
         )
         if self.shrink is not None:
             torch._foreach_mul_(parameters, self.shrink)
@@ -433,7 +436,8 @@ class InPlaceStep:
                 if own not in self._calls:
                     shrink = scale.shrink if after and decay else None
                     at = self.step.step_numbers.count(blocks.stack_state, step)
-                    self._calls[own] = _Call(own, lr if factor == 1 else lr * factor, shrink, blocks.stack.device, at)
+                    scaled, found_inf = lr if factor == 1 else lr * factor, self.step.found_inf
+                    self._calls[own] = _Call(own, scaled, shrink, blocks.stack.device, at, found_inf)
                 self._found[key] = self._calls[own]
         return self._found[key]
 

@@ -118,6 +118,13 @@ class ParamSet:
             else RankExchange(specs, self.iterates, recipe, self.parameters, rank_checks, self.block_groups)
         )
         self.finite_check = FiniteCheck(recipe.failure, self.names, self.exchange.survey)
+        self._may_launch_early = (
+            specs[0].device.type != "cpu"
+            and rank_checks is None
+            and not (self._keeps_iterates or self.graphs or self.offloaded)
+            and all(isinstance(how, Fused) for how in self.executions)
+            and not any((rule.weight_decay or recipe.weight_decay).after for rule in self.rules.values())
+        )
 
     @property
     def skipped(self) -> Counter[str]:
@@ -263,6 +270,29 @@ class ParamSet:
             found, present, self._linear, rates, max(self.step_counts.tolist()), allowed, more=only is not None
         )
         return self.finite_check.begin(given)
+
+    def launch_early(self, check: GradientCheck) -> bool:
+        """Launch the step before the host has read the check of the gradients, so that the device does not wait.
+
+        Fused kernels change nothing if any gradient is not usable. The caller then calls `take_back`, and runs the step
+        of the other parameters. Return False, and launch nothing, if the step needs other kernels, or if the host need
+        not read the check, or a scaler of the loss decides too.
+        """
+        given, usable = check.given, check.usable
+        if not self._may_launch_early or usable is None or check.answers is not usable:
+            return False
+        if any(isinstance(own.lr, Tensor) for own in given.rates.hypers.values()):
+            return False
+        if any(own.watched for own in self.stack_states):
+            return False
+        self._before = self.step_counts.copy(), self._begun.copy()
+        found_inf = 1 - usable.prod(dtype=torch.float32)
+        self.step(Step(list(given.gradients), check.present, None, given.rates, check.survey, found_inf=found_inf))
+        return True
+
+    def take_back(self) -> None:
+        """Set step counts back to those before `launch_early`, whose kernels have changed nothing."""
+        self.step_counts[:], self._begun[:] = self._before
 
     def inputs(self, check: GradientCheck, answers: Sequence[bool]) -> Step | None:
         """Return the step that updates the parameters with usable gradients, or None if there are none.
@@ -445,6 +475,7 @@ def prepare(
     hypers: Sequence[Hyper],
     loss_scale: LossScale | None = None,
     only: NDArray[np.bool_] | None = None,
+    early: bool = False,
 ) -> ReadySteps:
     """Check the gradients of parameter sets, and return the inputs of a step of each set, None if nothing is updated.
 
@@ -454,7 +485,14 @@ def prepare(
     hypers: values of the param groups.
     loss_scale: numbers of a scaler of the loss. None: there is no scaler.
     only: `[P]`, True for parameters to check, as in `ParamSet.check_gradients`. It requires a single set.
+    early: True if the step needs no inputs but gradients and rates. The step of a single set may then be launched
+        before the host waits (`ParamSet.launch_early`). If it is complete, the inputs are None.
     """
     checks = [(param_set, param_set.check_gradients(hypers, loss_scale, only)) for param_set in param_sets]
+    launched = early and len(checks) == 1 and checks[0][0].launch_early(checks[0][1])
     answers = read_answers([check for _, check in checks])
-    return [(param_set, param_set.inputs(check, own)) for (param_set, check), own in zip(checks, answers, strict=True)]
+    complete = launched and all(answers[0])
+    if launched and not complete:
+        checks[0][0].take_back()
+    ready = [(param_set, param_set.inputs(check, own)) for (param_set, check), own in zip(checks, answers, strict=True)]
+    return [(param_set, None) for param_set, _ in ready] if complete else ready

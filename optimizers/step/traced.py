@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from threading import Timer
 from typing import Any, Literal, cast
 
@@ -602,7 +602,6 @@ def trace(step: Callable[..., Sequence[Tensor]], samples: Sequence[Tensor], symb
     return graph
 
 
-@cache
 def _one_by_one() -> dict[OpOverload, Callable[..., list[Tensor]]]:
     """Return for operations of torch on lists of tensors a function that calls the operation on single tensors.
 

@@ -34,7 +34,7 @@ from unittest import mock
 from xml.etree import ElementTree
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Parameter, functional
 
 from eigengraft.experiments.benches.bench import first_line
 from eigengraft.experiments.benches.step import StepCase
@@ -47,6 +47,7 @@ from eigengraft.experiments.benches.step_times import (
     take_turns,
 )
 from eigengraft.experiments.tasks.model_shapes import GPT2, MODELS
+from eigengraft.experiments.tasks.models import GPT
 from eigengraft.experiments.training.environment import processor_name
 from eigengraft.optimizers import Optimizer
 from eigengraft.optimizers.plan.plan import plan
@@ -78,6 +79,7 @@ SECOND_ORDER = {"precondition_frequency": INTERVAL, "max_precond_dim": 1024, "us
 ROUTES = ("compile=true", "routes.adam.compile=true")
 DEVICE = ("graph=true", "failure.detect=device")
 """A step that waits for nothing, launched as one graph."""
+DELAY = ("update.eigenbasis.refresh.delay=2",)
 CASES = (
     StepCase(recipe="adamw"),
     StepCase(recipe="adamw", overrides=("failure.detect=device",), name="adamw, detect: device"),
@@ -88,13 +90,14 @@ CASES = (
     StepCase(peer=f"{HERE}/peers.py:TorchMuon", name="torch Muon and AdamW, fused"),
     StepCase(recipe="soap_fitted"),
     StepCase(recipe="soap_fitted", overrides=("graph=true",), name="soap_fitted, graph: true"),
-    StepCase(recipe="soap_fitted", overrides=("update.eigenbasis.refresh.delay=2",), name="soap_fitted, delay: 2"),
+    StepCase(recipe="soap_fitted", overrides=DELAY, name="soap_fitted, delay: 2"),
     StepCase(recipe="shampoo"),
     StepCase(recipe="shampoo", overrides=("graph=true",), name="shampoo, graph: true"),
 )
 TF32_CASES = (
     StepCase(recipe="muon", name="muon, products in TF32"),
     StepCase(recipe="soap_fitted", name="soap_fitted, products in TF32"),
+    StepCase(recipe="soap_fitted", overrides=DELAY, name="soap_fitted, delay: 2, products in TF32"),
     StepCase(recipe="shampoo", name="shampoo, products in TF32"),
 )
 """Measured with `torch.set_float32_matmul_precision("high")`, as most training scripts set it."""
@@ -105,7 +108,6 @@ COMPILED_CASES = (
     StepCase(recipe="soap_fitted", overrides=ROUTES, name="soap_fitted, compile: true"),
     StepCase(recipe="shampoo", overrides=ROUTES, name="shampoo, compile: true"),
 )
-"""The simulated accelerator has no compiler."""
 SLOW_CASES = (
     StepCase(
         recipe="soap_fitted",
@@ -126,6 +128,18 @@ HEAVYBALL_CASES = (
     StepCase(peer="heavyball:AdamW", switches=COMPILED, name="HeavyBall AdamW, compiled"),
 )
 """Compiled for a minute each."""
+TRAINED = {
+    "adamw": CASES,
+    "adamw, compile, graph, detect: device": COMPILED_CASES,
+    "torch AdamW, fused": CASES,
+    "muon": CASES,
+    "muon, graph: true": CASES,
+    "torch Muon and AdamW, fused": CASES,
+    "soap_fitted": CASES,
+    "soap_fitted, delay: 2": CASES,
+    "shampoo": CASES,
+}
+"""Candidates with which a model is trained."""
 CAPTURED = ("adamw", "muon", "soap_fitted", "shampoo")
 """Recipes whose captured steps are compared with steps that are launched one by one."""
 SHARED = ("-n", str(min(12, len(os.sched_getaffinity(0)))))
@@ -137,7 +151,8 @@ TESTS = ("tests/gpu", "tests/experiments/test_train.py")
 class Sizes(NamedTuple):
     """What is measured.
 
-    model: whose parameters the steps are of.
+    model: whose parameters the steps are of, and which is trained.
+    batch: sequences of a training step, each as long as the model allows.
     captured: whose parameters the captured steps are of.
     intervals: intervals between refreshes that the captured steps go through.
     warm, steps: steps before the measurement, and in it.
@@ -146,6 +161,7 @@ class Sizes(NamedTuple):
     """
 
     model: Any
+    batch: int
     captured: Any
     intervals: float
     warm: int
@@ -160,6 +176,7 @@ SMALL = ((32, 64), (64, 64))
 LARGE = tuple((order, batch) for order in (256, 512, 1024, 2048, 4096) for batch in (1, 8) if order * batch < 32768)
 REAL = Sizes(
     MODELS["gpt2"],
+    16,
     GPT2(2, 128, 512, 64),
     3,
     12,
@@ -170,6 +187,7 @@ REAL = Sizes(
 )
 TINY = Sizes(
     GPT2(1, 32, 64, 16),
+    2,
     GPT2(1, 32, 64, 16),
     1.5,
     2,
@@ -340,6 +358,47 @@ def waits_of(contender: Contender, gradients: Any) -> Counter[str]:
     return found.lines
 
 
+def training(sizes: Sizes) -> Iterator[Row]:
+    """Measure steps of training: the device has work in its queue when the optimizer begins, as it has in practice.
+
+    The first row is that of forward and backward alone.
+    """
+    cases = {case.label(): case for own in TRAINED.values() for case in own}
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    for name in (None, *TRAINED):
+        row: Row = {"candidate": name or "forward and backward", "own": name is None or cases[name].recipe is not None}
+        try:
+            yield row | _training(None if name is None else cases[name], sizes)
+        except Exception as error:  # the next candidate is measured in any case
+            yield row | {"problem": first_line(error)}
+    torch.set_float32_matmul_precision(before)
+
+
+def _training(case: StepCase | None, sizes: Sizes) -> Row:
+    gc.collect()  # tensors of the candidate before
+    torch.manual_seed(0)
+    own = sizes.model
+    model = GPT(own.vocabulary, own.length, own.layers, own.width, heads=max(1, own.width // 64)).to("cuda")
+    model.head.weight = model.embedding.weight
+    tokens = torch.randint(own.vocabulary, (sizes.batch, own.length + 1), device="cuda")
+    named = list(model.named_parameters())
+    parameters: Any = [parameter for _, parameter in named]
+    optimizer = None if case is None else case.build(named if case.recipe else parameters, INTERVAL)
+    for step in range(sizes.warm + 2 * INTERVAL):
+        if step == sizes.warm:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(tokens[:, :-1])
+        functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        if optimizer is not None:
+            optimizer.step()
+        torch._foreach_zero_([parameter.grad for parameter in parameters])  # graphs need them at the same addresses
+    torch.cuda.synchronize()
+    return {"training_ms": 1e3 * (time.perf_counter() - start) / (2 * INTERVAL)}
+
+
 def decompositions(device: str, card: str, matrices: tuple[tuple[int, int], ...]) -> Iterator[Row]:
     """Measure solvers of roots and bases, and operations that they are made of, on stacks of symmetric matrices."""
     power, minimax = PowerQR(), CoupledMinimax.equal_to(Eigh(eps=1e-6, relative=True), torch.float32)
@@ -417,7 +476,8 @@ def today() -> str:
     return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
-NEEDS_COMPILER = ("compiled", "heavyball")
+NEEDS_DEVICE = ("compiled", "training", "heavyball")
+"""Parts that need a compiler or gradients by backward, which the simulated accelerator has not."""
 
 
 def parts(simulated: bool) -> dict[str, Iterator[Row]]:
@@ -430,13 +490,14 @@ def parts(simulated: bool) -> dict[str, Iterator[Row]]:
         "step": steps(sizes, CASES),
         "tf32": steps(sizes, TF32_CASES),
         "compiled": steps(sizes, COMPILED_CASES),
+        "training": training(sizes),
         "capture": captures(sizes),
         "decomposition": decompositions("cuda", torch.cuda.get_device_name(), sizes.device),
         "slow": steps(sizes, SLOW_CASES),
         "host": decompositions("cpu", processor_name(), sizes.host),
         "heavyball": steps(sizes, HEAVYBALL_CASES),
     }
-    return {name: rows for name, rows in every.items() if not (simulated and name in NEEDS_COMPILER)}
+    return {name: rows for name, rows in every.items() if not (simulated and name in NEEDS_DEVICE)}
 
 
 class _Profile:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import eigengraft
 from eigengraft.component import validated
 from eigengraft.numerics import finite_blocks, number_like
-from eigengraft.optimizers.step import traced
+from eigengraft.optimizers.step import step, traced
 from eigengraft.preconditioners import BasisSolver, Eigh, PolarSolver, PowerQR, RootSolver
 from eigengraft.quantization import Quantizer
 from eigengraft.slots import Slot
@@ -189,6 +189,44 @@ def test_what_users_do_around_steps(detect: str, device: torch.device) -> None:
     assert len(reports[0].splitlines()) == len(reports[1].splitlines())
 
 
+def test_fused_kernels_are_launched_before_the_host_waits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, given, order = Run("adamw", device), gradients(2), list[str]()
+    fused, read = torch._fused_adamw_, step.read_answers
+    monkeypatch.setattr(
+        torch, "_fused_adamw_", lambda *args, **options: (order.append("fused"), fused(*args, **options))
+    )
+    monkeypatch.setattr(step, "read_answers", lambda checks: (order.append("read"), read(checks))[1])
+    run.step(*given)
+    assert order == ["fused", "read"] * 2
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_step_that_was_launched_early_changes_nothing_for_gradients_of_nan(
+    nonfinite: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is then that of the other parameters, as if it had begun after the host had read the check."""
+    given, found = gradients(5), list[Any]()
+    given[0][1][0], given[3][2][0] = torch.nan, torch.inf
+    for early in (True, False):
+        if not early:
+            monkeypatch.setattr(step.ParamSet, "launch_early", lambda self, check: False)
+        run, errors = Run("adamw", device, failure={"nonfinite": nonfinite}), list[str]()
+        for own in given:
+            run.give(own)
+            before = [*run.values(), *map(Tensor.cpu, addressed(run))]
+            try:
+                run.optimizer.step()
+            except FloatingPointError as error:
+                errors.append(str(error))
+                assert all(map(torch.equal, [*run.values(), *map(Tensor.cpu, addressed(run))], before))
+        counts = [int(own["step"]) for own in run.optimizer.state.values()]
+        found.append(([*run.values(), *map(Tensor.cpu, addressed(run))], counts, run.optimizer.skipped, errors))
+    (values, *rest), (others, *same) = found
+    assert all(map(torch.equal, values, others)) and rest == same and bool(rest[-1]) is (nonfinite == "raise")
+
+
 def test_parameters_of_bfloat16_and_of_two_devices(device: torch.device) -> None:
     values = [standard_normal(6, 5, seed=1).bfloat16(), standard_normal(6, 5, seed=2)]
     runs = []
@@ -292,14 +330,14 @@ def test_a_rate_on_the_device_is_not_read(
     monkeypatch.setattr(traced, "_PROGRAMS", PROGRAMS[simulated()])
     given, rate = gradients(6), torch.zeros(shape, device=device)
     runs = [Run("adamw", device, failure={"detect": "device"}, compile=compiled) for _ in range(2)]
-    for at, step in enumerate(given):
+    for at, values in enumerate(given):
         lr = 2.0 ** -(7 + at)
         rate.fill_(lr)
         for run, own in zip(runs, (lr, rate), strict=True):
             for group in run.optimizer.param_groups:
                 group["lr"] = own
-        runs[0].step(step)
-        counts = steady(runs[1], step)
+        runs[0].step(values)
+        counts = steady(runs[1], values)
     assert counts.waits == 0, counts.by_line("waits")
     assert largest_difference(*runs) <= ROUNDING
 

@@ -21,7 +21,7 @@ def test_the_page_is_made_of_the_last_results() -> None:
 
 
 def test_parts_without_rows_were_not_run() -> None:
-    assert page([]).count("\n\nNot run.\n") == page([]).count("\n## ") == 7
+    assert page([]).count("\n\nNot run.\n") == page([]).count("\n## ") == 8
 
 
 def test_problems_are_named() -> None:
@@ -74,7 +74,7 @@ def test_everything_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
             # a plan counts the steps of 16 parameters, which are on the host
             assert 0 <= row["planned_bytes"] - row["state_bytes"] <= 16 * 8
     text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
-    assert text == page(rows) and "Not run." not in text
+    assert text == page(rows) and text.count("Not run.") == 1  # without a model that trains
     timings = json.loads((tmp_path / "timings.json").read_text(encoding="utf-8"))
     assert all(set(row) == TIMING for row in timings)
     assert {(row["device"], row["operation"]) for row in timings} == {
