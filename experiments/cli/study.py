@@ -69,6 +69,8 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
         raise RecipeError(f"--storage cannot be combined with {other}; remove one of the two")
     if submit is not None and dry_run:
         raise RecipeError("--submit cannot be combined with --dry-run, which runs nothing; remove one of the two")
+    if workers is not None and dry_run:
+        raise RecipeError("--workers cannot be combined with --dry-run, which runs nothing; remove one of the two")
     if submit is None and (option or jobs > 1):
         raise RecipeError(
             f"{'--option' if option else '--jobs'}: has no effect without --submit; add --submit, or remove the option"
@@ -247,9 +249,11 @@ def demo_command(
     study = load_study("demo", overrides)
     for part in _parts(study, out):
         typer.echo(f"{sentence(preview_study(study, out))}.")
-        run_to_end(part, out, workers)
-        complete = sum(cell.complete for cell in preview_study(part, out).cells)
-        typer.echo(f"report of {counted(complete, 'run')}: {Report(out).write().resolve()}")
+        try:
+            run_to_end(part, out, workers)
+        finally:  # also of an interrupted demo
+            if complete := sum(cell.complete for cell in preview_study(study, out).cells):
+                typer.echo(f"report of {counted(complete, 'run')}: {Report(out).write().resolve()}")
 
 
 def _parts(study: Study, directory: Path) -> list[Study]:

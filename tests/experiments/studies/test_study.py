@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from eigengraft import RecipeError
+from eigengraft.experiments.cli import study as study_commands
 from eigengraft.experiments.reports.records import read_records
 from eigengraft.experiments.studies import study as study_file
 from eigengraft.experiments.studies.plan import cells, plan_runs, refuse_changed, refuse_other_provenance
@@ -540,3 +541,21 @@ def test_the_demo_reports_its_quickest_task_and_its_first_seed_before_the_others
     assert len(complete(tmp_path)) == 8
     (tmp_path / "report.html").unlink()
     assert "report of 8 runs" in invoke(demo).output and (tmp_path / "report.html").exists()
+
+
+def test_an_interrupted_demo_reports_its_finished_runs(tmp_path, monkeypatch):
+    fork_what_is_spawned(monkeypatch)
+    monkeypatch.setattr(study_file, "load_study", lambda name, changes: load_study(study(seeds=[3, 1]), changes))
+    parts, run_to_end = [], study_commands.run_to_end
+
+    def run(part, directory, workers):
+        parts.append(part)
+        if len(parts) == 2:
+            (tmp_path / "report.html").unlink()
+            raise KeyboardInterrupt
+        run_to_end(part, directory, workers)
+
+    monkeypatch.setattr(study_commands, "run_to_end", run)
+    done = invoke(["demo", "--out", str(tmp_path), "--workers", "1"])
+    assert done.exit_code == 130 and done.output.count("report of 2 runs") == 2
+    assert (tmp_path / "report.html").exists()

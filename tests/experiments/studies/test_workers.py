@@ -455,6 +455,7 @@ def test_jobs_of_a_cluster_share_the_runs(tmp_path, monkeypatch):
         (["--submit", "local", "--dry-run"], ("--submit", "--dry-run")),
         (["--jobs", "2", "--dry-run"], ("--jobs", "--submit")),
         (["--option", "timeout_min=5", "--dry-run"], ("--option", "--submit")),
+        (["--workers", "2", "--dry-run"], ("--workers", "--dry-run")),
         (["--submit", "local"], ("--submit", "submitit", "pip install submitit")),
     ],
 )
