@@ -128,17 +128,12 @@ HEAVYBALL_CASES = (
     StepCase(peer="heavyball:AdamW", switches=COMPILED, name="HeavyBall AdamW, compiled"),
 )
 """Compiled for a minute each."""
-TRAINED = {
-    "adamw": CASES,
-    "adamw, compile, graph, detect: device": COMPILED_CASES,
-    "torch AdamW, fused": CASES,
-    "muon": CASES,
-    "muon, graph: true": CASES,
-    "torch Muon and AdamW, fused": CASES,
-    "soap_fitted": CASES,
-    "soap_fitted, delay: 2": CASES,
-    "shampoo": CASES,
-}
+UNTRAINED = ("adamw, detect: device", "adamw, graph: true", "soap_fitted, graph: true", "shampoo, graph: true")
+"""Candidates that gain nothing from their options (measured), and are not trained."""
+TRAINED = (
+    *(case for case in (*CASES, *COMPILED_CASES) if case.label() not in UNTRAINED),
+    StepCase(recipe="soap_fitted", overrides=DEVICE[1:], name="soap_fitted, detect: device"),
+)
 """Candidates with which a model is trained."""
 CAPTURED = ("adamw", "muon", "soap_fitted", "shampoo")
 """Recipes whose captured steps are compared with steps that are launched one by one."""
@@ -363,13 +358,13 @@ def training(sizes: Sizes) -> Iterator[Row]:
 
     The first row is that of forward and backward alone.
     """
-    cases = {case.label(): case for own in TRAINED.values() for case in own}
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
-    for name in (None, *TRAINED):
-        row: Row = {"candidate": name or "forward and backward", "own": name is None or cases[name].recipe is not None}
+    for case in (None, *TRAINED):
+        row: Row = {"candidate": "forward and backward", "own": True}
+        row |= {} if case is None else {"candidate": case.label(), "own": case.recipe is not None}
         try:
-            yield row | _training(None if name is None else cases[name], sizes)
+            yield row | _training(case, sizes)
         except Exception as error:  # the next candidate is measured in any case
             yield row | {"problem": first_line(error)}
     torch.set_float32_matmul_precision(before)
