@@ -433,7 +433,9 @@ class Report:
         if compared and base is not None and base.final is not None and math.isfinite(base.final.mean):
             level = figures.Level(base.final.mean, f"{base.title}, final", base.style)
         x_label = ABSCISSAS[along] + (busy_sign(panel) if along == "seconds" else "")
-        return figures.draw_curves(curves, x_label, metric.title, level=level, log=self.log, width=self.width)
+        rising = self.log == "auto" and metric.sign < 0  # an accuracy near 1 needs no logarithm
+        log: LogAxes = "none" if rising else self.log
+        return figures.draw_curves(curves, x_label, metric.title, level=level, log=log, width=self.width)
 
 
 def templates() -> Environment:

@@ -7,10 +7,12 @@ machine and by its other load, which may be a factor of 10. Finished runs of the
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Self
 
 from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.routing import describe_model
@@ -34,12 +36,14 @@ class RunCost:
     """The guessed seconds of a run, and the planned size of its optimizer.
 
     step: seconds of a step.
+    fixed: the part of `step` that does not depend on the size of the model.
     evaluation: seconds of an evaluation.
     state_bytes: bytes of optimizer state.
     parameters: number of trainable entries of the model.
     """
 
     step: float
+    fixed: float
     evaluation: float
     state_bytes: int
     parameters: int
@@ -64,7 +68,11 @@ def study_cost(planned: Iterable[PlannedRun], directory: Path) -> StudyCost:
 
     A cell is one combination of labels, with its runs over seeds. The guessed seconds of its runs are multiplied by the
     measured time of a step divided by the guessed time. The measured time is the median over finished runs of the cell,
-    including runs of searches and timed runs. A cell without finished runs has the median factor of the other cells.
+    including runs of searches and timed runs.
+
+    A cell without finished runs has the median factor of the cells with the same task. If there are none, the fixed
+    part of its steps has the median factor of cells whose steps are mostly fixed, and the rest that of other cells. A
+    part for which no cell has finished runs stays as it was guessed.
     """
     runs, known = list(planned), dict[str, RunCost]()
     costs, ratios, measured = dict[str, RunCost](), dict[str, float](), 0
@@ -78,15 +86,44 @@ def study_cost(planned: Iterable[PlannedRun], directory: Path) -> StudyCost:
             found = _step_seconds(directory, cell)
             measured += len(found)
             ratios[cell] = median(found) / known[key].step if found else math.nan
-    overall = median([one for one in ratios.values() if not math.isnan(one)] or [1.0])
+    factors = _Factors.of((run, costs[run.directory], ratios[run.cell]) for run in runs)
     seconds = dict[str, float]()
     for run in runs:
         own, cost = ratios[run.cell], costs[run.directory]
         ends = (one.step for one in run.experiment.callbacks if isinstance(one, StopAfter))
         steps = min([run.experiment.steps, *ends])
         guess = RUN_SECONDS + steps * cost.step + math.ceil(steps / run.experiment.eval_every) * cost.evaluation
-        seconds[run.directory] = guess * (overall if math.isnan(own) else own)
+        seconds[run.directory] = guess * (factors.expected(run, cost) if math.isnan(own) else own)
     return StudyCost(seconds, costs, measured)
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Measured times of steps, divided by guessed times, of the cells of a study that have finished runs.
+
+    tasks: the median of each task, by the JSON text of the task.
+    fixed, sized: the median of cells in which most of a step is fixed, and of all other cells; 1 without such cells.
+    """
+
+    tasks: Mapping[str, float]
+    fixed: float
+    sized: float
+
+    @classmethod
+    def of(cls, found: Iterable[tuple[PlannedRun, RunCost, float]]) -> Self:
+        """Compute the medians from triples (run, its guessed cost, factor). The factor is NaN without finished runs."""
+        tasks, kinds = defaultdict[str, list[float]](list), defaultdict[bool, list[float]](list)
+        for run, cost, ratio in found:
+            if not math.isnan(ratio):
+                tasks[run.experiment.task.model_dump_json()].append(ratio)
+                kinds[2 * cost.fixed > cost.step].append(ratio)
+        medians = {name: median(own) for name, own in tasks.items()}
+        return cls(medians, *(median(kinds[kind] or [1.0]) for kind in (True, False)))
+
+    def expected(self, run: PlannedRun, cost: RunCost) -> float:
+        """Return the factor that is expected for a cell without finished runs."""
+        mixed = (cost.fixed * self.fixed + (cost.step - cost.fixed) * self.sized) / cost.step
+        return self.tasks.get(run.experiment.task.model_dump_json(), mixed)
 
 
 def _guessed(experiment: Experiment) -> RunCost:
@@ -104,8 +141,10 @@ def _guessed(experiment: Experiment) -> RunCost:
     targets = training_batch(experiment.task, data, 0, 0).targets.numel()
     batches = [batch.targets.numel() for batch in validation_batches(experiment.task, data)]
     optimizer = float(planned.work[0]) * (1e-3 if recipe.distribution.work else 1 / OPERATIONS)
+    fixed = STEP_SECONDS + TENSOR_SECONDS * len(trained)
     return RunCost(
-        STEP_SECONDS + TENSOR_SECONDS * len(trained) + 6 * weights * targets / OPERATIONS + optimizer,
+        fixed + 6 * weights * targets / OPERATIONS + optimizer,
+        fixed,
         EVALUATION_SECONDS * len(batches) + 2 * weights * sum(batches) / OPERATIONS,
         int(planned.state.max()),
         weights,

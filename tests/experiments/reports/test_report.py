@@ -556,6 +556,8 @@ def test_a_larger_accuracy_is_better(tmp_path):
     assert panel.best.label == "soap"
     assert panel.rows[1].reached("steps") == {0: pytest.approx(2.5)}  # 0.5 to 0.9 passes 0.6 after a quarter
     assert "Highest final validation accuracy: soap, 0.900." in Report(tmp_path).write().read_text(encoding="utf-8")
+    (axes,) = Report(tmp_path).figures()["trial validation accuracy against steps"].axes
+    assert axes.get_yscale() == "linear"  # also if values span a wide range
 
 
 def test_runs_without_a_study(tmp_path):

@@ -113,6 +113,24 @@ def test_expected_times_are_those_of_finished_runs(tmp_path):
     assert "by the time of 1 finished run" in sentence(found)
 
 
+def test_the_time_of_a_small_task_does_not_say_how_long_operations_of_a_large_one_take(tmp_path):
+    """adam's steps took ten times the guess on a task of 4 units, whose steps have hardly any operations. On the task
+    of 4096 units, most of a step is operations, whose guess stays."""
+    sizes = {"small": {"task.width": 4}, "large": {"task.width": 4096, "task.batch_size": 1024}}
+    one = study(axes={"size": sizes, "method": METHODS}, base={**TINY, "steps": 300})
+    costs, guess = study_cost(plan_runs(one), tmp_path).costs, preview_study(one, tmp_path)
+    step = costs["size=small,method=adam/seed-0"].step
+    place = tmp_path / "size=small,method=adam" / "seed-0"
+    place.mkdir(parents=True)
+    (place / "result.json").write_text(json.dumps({"seconds": 3000 * step, "steps": 300}))
+    found = preview_study(one, tmp_path)
+    for before, after in zip(guess.cells, found.cells, strict=True):
+        cost = costs[f"size={before.labels['size']},method={before.labels['method']}/seed-0"]
+        factor = 10 if before.labels["size"] == "small" else 1 + 9 * cost.fixed / cost.step
+        assert after.seconds == pytest.approx(factor * before.seconds)
+    assert factor < 2
+
+
 @pytest.mark.parametrize("share", [0.5, 6.0])
 def test_a_guess_says_that_the_machine_is_busy(share, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (share * available_cores(), 0.0, 0.0))
