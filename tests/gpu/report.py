@@ -80,6 +80,8 @@ ROUTES = ("compile=true", "routes.adam.compile=true")
 DEVICE = ("graph=true", "failure.detect=device")
 """A step that waits for nothing, launched as one graph."""
 DELAY = ("update.eigenbasis.refresh.delay=2",)
+AT_ONCE = ("update.eigenbasis.refresh.stagger=none",)
+"""Refreshes of all blocks in one step: fewer and larger launches, but one long step in each interval."""
 CASES = (
     StepCase(recipe="adamw"),
     StepCase(recipe="adamw", overrides=("failure.detect=device",), name="adamw, detect: device"),
@@ -98,6 +100,7 @@ TF32_CASES = (
     StepCase(recipe="muon", name="muon, products in TF32"),
     StepCase(recipe="soap_fitted", name="soap_fitted, products in TF32"),
     StepCase(recipe="soap_fitted", overrides=DELAY, name="soap_fitted, delay: 2, products in TF32"),
+    StepCase(recipe="soap_fitted", overrides=AT_ONCE, name="soap_fitted, stagger: none, products in TF32"),
     StepCase(recipe="shampoo", name="shampoo, products in TF32"),
 )
 """Measured with `torch.set_float32_matmul_precision("high")`, as most training scripts set it."""
@@ -133,6 +136,7 @@ UNTRAINED = ("adamw, detect: device", "adamw, graph: true", "soap_fitted, graph:
 TRAINED = (
     *(case for case in (*CASES, *COMPILED_CASES) if case.label() not in UNTRAINED),
     StepCase(recipe="soap_fitted", overrides=DEVICE[1:], name="soap_fitted, detect: device"),
+    StepCase(recipe="soap_fitted", overrides=AT_ONCE, name="soap_fitted, stagger: none"),
 )
 """Candidates with which a model is trained."""
 CAPTURED = ("adamw", "muon", "soap_fitted", "shampoo")
