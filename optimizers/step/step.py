@@ -274,19 +274,19 @@ class ParamSet:
     def launch_early(self, check: GradientCheck) -> bool:
         """Launch the step before the host has read the check of the gradients, so that the device does not wait.
 
-        Fused kernels change nothing if any gradient is not usable. The caller then calls `take_back`, and runs the step
-        of the other parameters. Return False, and launch nothing, if the step needs other kernels, or if the host need
-        not read the check, or a scaler of the loss decides too.
+        Fused kernels change nothing if any gradient is not usable, or if a scaler of the loss stops the step. The
+        caller then calls `take_back`, and runs the step of the other parameters. Return False, and launch nothing, if
+        the step needs other kernels, or if the host need not read the check.
         """
-        given, usable = check.given, check.usable
-        if not self._may_launch_early or usable is None or check.answers is not usable:
+        given, answers = check.given, check.answers
+        if not self._may_launch_early or answers is None:
             return False
         if any(isinstance(own.lr, Tensor) for own in given.rates.hypers.values()):
             return False
         if any(own.watched for own in self.stack_states):
             return False
         self._before = self.step_counts.copy(), self._begun.copy()
-        found_inf = 1 - usable.prod(dtype=torch.float32)
+        found_inf = 1 - answers.prod(dtype=torch.float32)
         self.step(Step(list(given.gradients), check.present, None, given.rates, check.survey, found_inf=found_inf))
         return True
 

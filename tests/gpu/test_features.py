@@ -189,8 +189,9 @@ def test_what_users_do_around_steps(detect: str, device: torch.device) -> None:
     assert len(reports[0].splitlines()) == len(reports[1].splitlines())
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 def test_fused_kernels_are_launched_before_the_host_waits(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    scaled: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, given, order = Run("adamw", device), gradients(2), list[str]()
     fused, read = torch._fused_adamw_, step.read_answers
@@ -198,6 +199,8 @@ def test_fused_kernels_are_launched_before_the_host_waits(
         torch, "_fused_adamw_", lambda *args, **options: (order.append("fused"), fused(*args, **options))
     )
     monkeypatch.setattr(step, "read_answers", lambda checks: (order.append("read"), read(checks))[1])
+    if scaled:
+        run.optimizer.grad_scale, run.optimizer.found_inf = (torch.full((), x, device=device) for x in (8.0, 0.0))
     run.step(*given)
     assert order == ["fused", "read"] * 2
 
