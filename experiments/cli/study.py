@@ -251,7 +251,7 @@ def demo_command(
         typer.echo(f"{sentence(preview_study(study, out))}.")
         try:
             run_to_end(part, out, workers)
-        finally:  # also of an interrupted demo
+        finally:  # a report is written even if the demo is interrupted
             if complete := sum(cell.complete for cell in preview_study(study, out).cells):
                 typer.echo(f"report of {counted(complete, 'run')}: {Report(out).write().resolve()}")
 

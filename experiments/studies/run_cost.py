@@ -70,9 +70,10 @@ def study_cost(planned: Iterable[PlannedRun], directory: Path) -> StudyCost:
     measured time of a step divided by the guessed time. The measured time is the median over finished runs of the cell,
     including runs of searches and timed runs.
 
-    A cell without finished runs has the median factor of the cells with the same task. If there are none, the fixed
-    part of its steps has the median factor of cells whose steps are mostly fixed, and the rest that of other cells. A
-    part for which no cell has finished runs stays as it was guessed.
+    The runs of a cell without finished runs are multiplied by the median factor of the cells with the same task.
+    Without such cells, the factor is a mean of two medians, weighted by the fixed and the other part of a guessed step.
+    One median is that of cells whose steps are mostly fixed, the other that of all other cells. A missing median counts
+    as 1.
     """
     runs, known = list(planned), dict[str, RunCost]()
     costs, ratios, measured = dict[str, RunCost](), dict[str, float](), 0
@@ -102,7 +103,8 @@ class _Factors:
     """Measured times of steps, divided by guessed times, of the cells of a study that have finished runs.
 
     tasks: the median of each task, by the JSON text of the task.
-    fixed, sized: the median of cells in which most of a step is fixed, and of all other cells; 1 without such cells.
+    fixed: the median of the cells in which most of a step is fixed; 1 if there are no such cells.
+    sized: the median of all other cells; 1 if there are none.
     """
 
     tasks: Mapping[str, float]

@@ -76,8 +76,9 @@ class Step:
         "partner": a mapping from the position of a parameter to its tensor.
         any other extent: a list with a tensor for each parameter.
     step_numbers: numbers that follow from step counts. A graph that captures the step reads them on the device.
-    found_inf: 0-d float32 on the device, 1 if fused kernels must change nothing, because a gradient is not usable. None
-        if the host has read the check of the gradients.
+    found_inf: 0-d float32 on the device. 1: fused kernels change nothing, because a gradient is not usable or a scaler
+        of the loss stops the step. None: kernels need no such number, because the host has read the check of the
+        gradients, or `mask` has its result.
     """
 
     gradients: Sequence[Any]

@@ -275,8 +275,9 @@ class ParamSet:
         """Launch the step before the host has read the check of the gradients, so that the device does not wait.
 
         Fused kernels change nothing if any gradient is not usable, or if a scaler of the loss stops the step. The
-        caller then calls `take_back`, and runs the step of the other parameters. Return False, and launch nothing, if
-        the step needs other kernels, or if the host need not read the check.
+        caller then calls `take_back`, and runs the step of the parameters with usable gradients. Return False, and
+        launch nothing, if the step cannot be launched early: if it needs other kernels, has a learning rate on a
+        device, or is watched, or if the host need not read the check.
         """
         given, answers = check.given, check.answers
         if not self._may_launch_early or answers is None:
@@ -467,7 +468,8 @@ class ParamSet:
 
 
 ReadySteps = Sequence[tuple[ParamSet, Step | None]]
-"""Pairs (parameter set, inputs of its step). The inputs are None if the step updates no parameter of the set."""
+"""Pairs (parameter set, inputs of its step). The inputs are None if no step is left to run: it would update no
+parameter of the set, or it was launched early (`ParamSet.launch_early`)."""
 
 
 def prepare(
@@ -477,16 +479,17 @@ def prepare(
     only: NDArray[np.bool_] | None = None,
     early: bool = False,
 ) -> ReadySteps:
-    """Check the gradients of parameter sets, and return the inputs of a step of each set, None if nothing is updated.
+    """Check the gradients of parameter sets, and return the inputs of the steps that are left to run.
 
     The host reads the results of all checks together, so that it waits only once for a device. Gradients are divided by
-    the scale of the loss, and unusable gradients are counted; nothing else changes. Raises the errors of `FiniteCheck`.
+    the scale of the loss, and unusable gradients are counted. Without `early`, nothing else changes. Raises the errors
+    of `FiniteCheck`.
 
     hypers: values of the param groups.
     loss_scale: numbers of a scaler of the loss. None: there is no scaler.
     only: `[P]`, True for parameters to check, as in `ParamSet.check_gradients`. It requires a single set.
-    early: True if the step needs no inputs but gradients and rates. The step of a single set may then be launched
-        before the host waits (`ParamSet.launch_early`). If it is complete, the inputs are None.
+    early: True if the step needs only gradients and rates. A single set may then launch its step before the host waits
+        (`ParamSet.launch_early`). If that step updates all parameters, its inputs are None.
     """
     checks = [(param_set, param_set.check_gradients(hypers, loss_scale, only)) for param_set in param_sets]
     launched = early and len(checks) == 1 and checks[0][0].launch_early(checks[0][1])

@@ -603,7 +603,7 @@ def trace(step: Callable[..., Sequence[Tensor]], samples: Sequence[Tensor], symb
 
 
 def _one_by_one() -> dict[OpOverload, Callable[..., list[Tensor]]]:
-    """Return for operations of torch on lists of tensors a function that calls the operation on single tensors.
+    """Return a decomposition for each operation `_foreach_...` of torch: it calls the operation on single tensors.
 
     On a GPU, Inductor compiles an operation on a list as a kernel of its own, which it fuses with no other operation. A
     step of AdamW would then be two kernels, both of which read the moments.

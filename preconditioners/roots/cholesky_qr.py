@@ -44,8 +44,8 @@ class CholeskyQR(BasisSolver):
     Two rounds are enough for an X of condition number up to u^(-1/2). A direction that is new in A, or much larger than
     all other directions, makes columns of A Q nearly parallel. With two rounds in float32 nearly all refreshes of such
     matrices fail on a device. With `wide: true` the rounds are computed in float64 (as in Yamazaki, Tomov & Dongarra
-    2015), and two of them orthonormalize a float32 X of any condition number, up to the final rounding to float32.
-    `by_device` replaces `power_qr` by the solver with this setting.
+    2015). Two such rounds orthonormalize a float32 X of condition number up to about 1e8, up to the final rounding to
+    float32. `by_device` replaces `power_qr` by the solver with `wide: true`, and with three rounds for float64.
 
     On a CPU, a matrix whose result is not orthonormal is solved again by Householder QR. On a device, where the host
     would have to wait for the list of such matrices, the matrix keeps its basis and counts as failed.

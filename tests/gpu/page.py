@@ -32,19 +32,20 @@ base: adamw                                                # on a GPU
 set: {compile: true, graph: true, failure.detect: device}
 ```
 
-The table [In training](#in-training) shows what an optimizer adds to a step of training, and [Steps](#steps) how long
-its step takes alone.
+The table [In training](#in-training) shows the time that an optimizer adds to a training step. The table
+[Steps](#steps) shows the time of an optimizer step alone.
 
-- **AdamW.** Set `compile`, `graph` and `failure.detect: device` together. The host then waits for nothing, and
-  unusable gradients are skipped within the one kernel of the update. By default the step uses torch's fused kernel, and
-  the host waits once, for the check of the gradients, which torch's AdamW does not make. `failure.detect: device`
-  without `compile` is slow: each update copies parameters and moments before it, and selects entries of them after it.
-- **Muon.** Set `graph: true`. The time of the host then falls to a third.
+- **AdamW.** Set `compile`, `graph` and `failure.detect: device` together. The host then never waits, and the compiled
+  kernel that updates entries also skips unusable gradients. By default the step uses torch's fused kernel, and the host
+  waits once, for the check of the gradients, which torch's AdamW does not make. `failure.detect: device` without
+  `compile` is slow: each update copies parameters and moments before it, and selects entries of them after it.
+- **Muon.** Set `graph: true`. The time of the host then falls to a third, and a training step takes less time.
 - **SOAP, Shampoo.** Call `torch.set_float32_matmul_precision("high")` for products in TF32. Refreshes of roots and
   bases are computed in float32 in any case, because their iterations need all bits.
 - **SOAP.** `refresh.delay` computes new bases beside the steps, on a second stream. A step alone takes less time with
-  it. In training it gained nothing, because forward and backward keep the device busy. It takes memory for the inputs
-  of late refreshes, and makes the loss a little higher ([how much](../papers/late_refreshes/README.md)).
+  it. A training step took the same time with and without it, probably because forward and backward keep the device
+  busy. The delay takes memory for the inputs of late refreshes, and makes the loss a little higher ([how
+  much](../papers/late_refreshes/README.md)).
 - **Shampoo.** Most of the time is spent in roots. A longer interval between refreshes saves the most."""
 STEPS = """Milliseconds of a step on the parameters of GPT-2 small in float32, with refreshes every 10 steps.
 
@@ -58,10 +59,10 @@ STEPS = """Milliseconds of a step on the parameters of GPT-2 small in float32, w
 TRAINING = """Milliseconds of a training step of GPT-2 small: the mean of 20 steps on 16 sequences of 1024 tokens. The
 model computes in bfloat16 by autocast, products of float32 are in TF32, and refreshes are due every 10 steps.
 
-In training the host launches kernels ahead of the device. The device does not notice the time that the host needs for
-an optimizer, as long as the host stays ahead. When the host waits for the device, it loses this lead.
+In training the host launches kernels ahead of the device. While the host is ahead, its work for the optimizer costs no
+time. After a wait for the device, the host is no longer ahead.
 
-*added*: the milliseconds beyond forward and backward alone."""
+*added*: the time of the step minus that of forward and backward alone."""
 MEMORY = """Megabytes (10^6 bytes):
 
 - *state*: the memory that the state takes on the device. It includes memory that torch and cuBLAS keep: 32 MB for

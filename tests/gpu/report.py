@@ -132,13 +132,13 @@ HEAVYBALL_CASES = (
 )
 """Compiled for a minute each."""
 UNTRAINED = ("adamw, detect: device", "adamw, graph: true", "soap_fitted, graph: true", "shampoo, graph: true")
-"""Candidates that gain nothing from their options (measured), and are not trained."""
+"""Candidates that were no faster than their base recipe. The part `training` leaves them out."""
 TRAINED = (
     *(case for case in (*CASES, *COMPILED_CASES) if case.label() not in UNTRAINED),
     StepCase(recipe="soap_fitted", overrides=DEVICE[1:], name="soap_fitted, detect: device"),
     StepCase(recipe="soap_fitted", overrides=AT_ONCE, name="soap_fitted, stagger: none"),
 )
-"""Candidates with which a model is trained."""
+"""Candidates that are measured in training."""
 CAPTURED = ("adamw", "muon", "soap_fitted", "shampoo")
 """Recipes whose captured steps are compared with steps that are launched one by one."""
 SHARED = ("-n", str(min(12, len(os.sched_getaffinity(0)))))
@@ -150,9 +150,9 @@ TESTS = ("tests/gpu", "tests/experiments/test_train.py")
 class Sizes(NamedTuple):
     """What is measured.
 
-    model: whose parameters the steps are of, and which is trained.
+    model: the model whose parameters are updated, and that is trained.
     batch: sequences of a training step, each as long as the model allows.
-    captured: whose parameters the captured steps are of.
+    captured: the model whose parameters captured steps update.
     intervals: intervals between refreshes that the captured steps go through.
     warm, steps: steps before the measurement, and in it.
     device, host: (order, batch) of the matrices that are decomposed there.
@@ -313,7 +313,7 @@ def steps(sizes: Sizes, cases: Sequence[StepCase]) -> Iterator[Row]:
 
 
 def _steps(case: StepCase, sizes: Sizes) -> Row:
-    gc.collect()  # tensors of the candidate before
+    gc.collect()  # frees the tensors of the last candidate
     shapes = list(sizes.model.shapes())
     named = [(name, Parameter(0.02 * torch.randn(shape, device="cuda"))) for name, shape in shapes]
     parameters: Any = [parameter for _, parameter in named]
@@ -358,7 +358,7 @@ def waits_of(contender: Contender, gradients: Any) -> Counter[str]:
 
 
 def training(sizes: Sizes) -> Iterator[Row]:
-    """Measure steps of training: the device has work in its queue when the optimizer begins, as it has in practice.
+    """Measure training steps. As in practice, the device still has queued work when the optimizer begins.
 
     The first row is that of forward and backward alone.
     """
@@ -375,7 +375,7 @@ def training(sizes: Sizes) -> Iterator[Row]:
 
 
 def _training(case: StepCase | None, sizes: Sizes) -> Row:
-    gc.collect()  # tensors of the candidate before
+    gc.collect()  # frees the tensors of the last candidate
     torch.manual_seed(0)
     own = sizes.model
     model = GPT(own.vocabulary, own.length, own.layers, own.width, heads=max(1, own.width // 64)).to("cuda")
@@ -393,7 +393,9 @@ def _training(case: StepCase | None, sizes: Sizes) -> Row:
         functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         if optimizer is not None:
             optimizer.step()
-        torch._foreach_zero_([parameter.grad for parameter in parameters])  # graphs need them at the same addresses
+        torch._foreach_zero_(
+            [parameter.grad for parameter in parameters]
+        )  # captured graphs read gradients at fixed addresses
     torch.cuda.synchronize()
     return {"training_ms": 1e3 * (time.perf_counter() - start) / (2 * INTERVAL)}
 
@@ -476,7 +478,7 @@ def today() -> str:
 
 
 NEEDS_DEVICE = ("compiled", "training", "heavyball")
-"""Parts that need a compiler or gradients by backward, which the simulated accelerator has not."""
+"""Parts that need a compiler or a backward pass. The simulated accelerator has neither."""
 
 
 def parts(simulated: bool) -> dict[str, Iterator[Row]]:
