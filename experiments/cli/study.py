@@ -64,13 +64,13 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
 
     Several such commands at once, on all machines that see the directory or the database, share the runs.
     """
-    if storage is not None and (dry_run or submit is not None):
-        other = "--dry-run, which runs nothing" if dry_run else "--submit, whose jobs share a directory"
-        raise RecipeError(f"--storage cannot be combined with {other}; remove one of the two")
-    if submit is not None and dry_run:
-        raise RecipeError("--submit cannot be combined with --dry-run, which runs nothing; remove one of the two")
-    if workers is not None and dry_run:
-        raise RecipeError("--workers cannot be combined with --dry-run, which runs nothing; remove one of the two")
+    for name, value in (("--storage", storage), ("--submit", submit), ("--workers", workers)):
+        if dry_run and value is not None:
+            raise RecipeError(f"{name} cannot be combined with --dry-run, which runs nothing; remove one of the two")
+    if storage is not None and submit is not None:
+        raise RecipeError(
+            "--storage cannot be combined with --submit, whose jobs share a directory; remove one of the two"
+        )
     if submit is None and (option or jobs > 1):
         raise RecipeError(
             f"{'--option' if option else '--jobs'}: has no effect without --submit; add --submit, or remove the option"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import is_
 
 import numpy as np
@@ -118,13 +118,6 @@ class ParamSet:
             else RankExchange(specs, self.iterates, recipe, self.parameters, rank_checks, self.block_groups)
         )
         self.finite_check = FiniteCheck(recipe.failure, self.names, self.exchange.survey)
-        self._may_launch_early = (
-            specs[0].device.type != "cpu"
-            and rank_checks is None
-            and not (self._keeps_iterates or self.graphs or self.offloaded)
-            and all(isinstance(how, Fused) for how in self.executions)
-            and not any((rule.weight_decay or recipe.weight_decay).after for rule in self.rules.values())
-        )
 
     @property
     def skipped(self) -> Counter[str]:
@@ -151,15 +144,19 @@ class ParamSet:
         if self.offloaded is not None:
             self.offloaded.finish()
         left, bad = self.finite_check.resolve_deferred()
-        for position in left:
-            if self.step_counts[position]:  # a framework may have set this count to 0
-                self.step_counts[position] -= 1
-                self._begun[position] = self.step_counts[position] > 0
+        self._count_back(left)
         for own in self._counts_failures:
             self._report_failed_roots(own, wait=True)
         self.finite_check.raise_nonfinite(
             bad, "these gradients were those of the previous step, which did not change these parameters"
         )
+
+    def _count_back(self, positions: Iterable[int]) -> None:
+        """Set back the step counts of parameters that the last step counted but did not change."""
+        for position in positions:
+            if self.step_counts[position]:  # a framework may have set this count to 0
+                self.step_counts[position] -= 1
+                self._begun[position] = self.step_counts[position] > 0
 
     def finish_refreshes(self) -> None:
         """Wait for all delayed refreshes that are under way, and store their results in the state.
@@ -271,6 +268,17 @@ class ParamSet:
         )
         return self.finite_check.begin(given)
 
+    @cached_property
+    def _may_launch_early(self) -> bool:
+        """True if fused kernels compute all of a step of this set, and change nothing if `Step.found_inf` is 1."""
+        return (
+            self.specs[0].device.type != "cpu"
+            and self.rank_group is None
+            and not (self._keeps_iterates or self.graphs or self.offloaded)
+            and all(isinstance(how, Fused) for how in self.executions)
+            and not any((rule.weight_decay or self.recipe.weight_decay).after for rule in self.rules.values())
+        )
+
     def launch_early(self, check: GradientCheck) -> bool:
         """Launch the step before the host has read the check of the gradients, so that the device does not wait.
 
@@ -286,14 +294,13 @@ class ParamSet:
             return False
         if any(own.watched for own in self.stack_states):
             return False
-        self._before = self.step_counts.copy(), self._begun.copy()
         found_inf = 1 - answers.prod(dtype=torch.float32)
         self.step(Step(list(given.gradients), check.present, None, given.rates, check.survey, found_inf=found_inf))
         return True
 
-    def take_back(self) -> None:
+    def take_back(self, check: GradientCheck) -> None:
         """Set step counts back to those before `launch_early`, whose kernels have changed nothing."""
-        self.step_counts[:], self._begun[:] = self._before
+        self._count_back(np.flatnonzero(check.present).tolist())
 
     def inputs(self, check: GradientCheck, answers: Sequence[bool]) -> Step | None:
         """Return the step that updates the parameters with usable gradients, or None if there are none.
@@ -496,6 +503,6 @@ def prepare(
     answers = read_answers([check for _, check in checks])
     complete = launched and all(answers[0])
     if launched and not complete:
-        checks[0][0].take_back()
+        checks[0][0].take_back(checks[0][1])
     ready = [(param_set, param_set.inputs(check, own)) for (param_set, check), own in zip(checks, answers, strict=True)]
     return [(param_set, None) for param_set, _ in ready] if complete else ready

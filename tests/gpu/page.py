@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-GROUPS = (("step", "tf32", "compiled", "slow", "heavyball"), ("decomposition", "host"), ("capture",))
+GROUPS = (("step", "tf32", "compiled", "slow", "heavyball"), ("decomposition", "host"), ("capture",), ("training",))
 """Parts whose rows are in one table."""
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
 RESULTS = Path(__file__).with_name("results.jsonl")
@@ -94,14 +94,14 @@ DECOMPOSITIONS = """Milliseconds of an operation on a stack of matrices in float
 
 def page(rows: Sequence[Row]) -> str:
     """Make the page; a part that has no rows was not run."""
-    steps, decompositions, captured = ([row for row in rows if row["part"] in own] for own in GROUPS)
+    steps, decompositions, captured, trained = ([row for row in rows if row["part"] in own] for own in GROUPS)
     done, times = ([row for row in own if "problem" not in row] for own in (steps, decompositions))
     sections = {
         "What to set": ADVICE if done else "",
         "Laws on the device": "".join(_laws(row) for row in rows if row["part"] == "laws"),
         "torch's optimizer tests": _section(TORCH, "".join(_torch(row) for row in rows if row["part"] == "torch")),
         "Steps": _section(STEPS, _steps(done)) + _notes(steps),
-        "In training": _section(TRAINING, _training([row for row in rows if row["part"] == "training"])),
+        "In training": _section(TRAINING, _training(trained)) + _notes(trained),
         "Memory against the plan": _section(MEMORY, _memory(done)),
         "Capture in a CUDA graph": _section(CAPTURE, _captures(captured)) + _notes(captured),
         "Decompositions": _section(DECOMPOSITIONS, _times(times)) + _notes(decompositions),
@@ -183,10 +183,11 @@ def _steps(rows: Sequence[Row]) -> str:
 
 
 def _training(rows: Sequence[Row]) -> str:
-    done = [row for row in rows if "problem" not in row]
-    alone = done[0]["training_ms"] if done else 0.0
-    lines = [[row["candidate"], _number(row["training_ms"]), _number(row["training_ms"] - alone)] for row in done]
-    return _table(("optimizer", "step", "added"), lines) + _notes(rows)
+    """Make the table; the first row is that of forward and backward alone."""
+    alone = rows[0].get("training_ms") if rows else None
+    done = [(row["candidate"], row["training_ms"]) for row in rows if "problem" not in row]
+    lines = [[name, _number(x), _number(None if alone is None else x - alone)] for name, x in done]
+    return _table(("optimizer", "step", "added"), lines)
 
 
 def _number(x: float | None) -> str:

@@ -198,6 +198,25 @@ TINY = Sizes(
 Row = dict[str, Any]
 
 
+def tried(row: Row, measure: Callable[..., Row], *given: Any) -> Row:
+    """Add a measurement to a row, or the error that ended it, so that the next candidate is measured in any case."""
+    try:
+        return row | measure(*given)
+    except Exception as error:
+        return row | {"problem": first_line(error)}
+
+
+@contextmanager
+def in_tf32() -> Iterator[None]:
+    """Compute products of float32 in TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def laws(sizes: Sizes) -> Iterator[Row]:
     """Run the tests that need an accelerator, in a process of their own."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
@@ -257,11 +276,7 @@ class Counted:
 def captures(sizes: Sizes) -> Iterator[Row]:
     """Compare captured steps with the same steps launched one by one, bit by bit, while the learning rate moves."""
     for recipe in CAPTURED:
-        row: Row = {"candidate": recipe}
-        try:
-            yield row | _captured(recipe, sizes)
-        except Exception as error:  # the next recipe is compared in any case
-            yield row | {"problem": first_line(error)}
+        yield tried({"candidate": recipe}, _captured, recipe, sizes)
 
 
 def _captured(recipe: str, sizes: Sizes) -> Row:
@@ -302,14 +317,8 @@ def steps(sizes: Sizes, cases: Sequence[StepCase]) -> Iterator[Row]:
     """Measure the steps of candidates on the same parameters, one candidate after the other."""
     for case in cases:
         row: Row = {"candidate": case.label(), "own": case.recipe is not None}
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if cases is TF32_CASES else before)
-        try:
-            yield row | _steps(case, sizes)
-        except Exception as error:  # the next candidate is measured in any case
-            yield row | {"problem": first_line(error)}
-        finally:
-            torch.set_float32_matmul_precision(before)
+        with in_tf32() if cases is TF32_CASES else nullcontext():
+            yield tried(row, _steps, case, sizes)
 
 
 def _steps(case: StepCase, sizes: Sizes) -> Row:
@@ -362,16 +371,11 @@ def training(sizes: Sizes) -> Iterator[Row]:
 
     The first row is that of forward and backward alone.
     """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
     for case in (None, *TRAINED):
         row: Row = {"candidate": "forward and backward", "own": True}
         row |= {} if case is None else {"candidate": case.label(), "own": case.recipe is not None}
-        try:
-            yield row | _training(case, sizes)
-        except Exception as error:  # the next candidate is measured in any case
-            yield row | {"problem": first_line(error)}
-    torch.set_float32_matmul_precision(before)
+        with in_tf32():
+            yield tried(row, _training, case, sizes)
 
 
 def _training(case: StepCase | None, sizes: Sizes) -> Row:
@@ -393,9 +397,8 @@ def _training(case: StepCase | None, sizes: Sizes) -> Row:
         functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         if optimizer is not None:
             optimizer.step()
-        torch._foreach_zero_(
-            [parameter.grad for parameter in parameters]
-        )  # captured graphs read gradients at fixed addresses
+        # in place, because captured graphs read gradients at fixed addresses
+        torch._foreach_zero_([parameter.grad for parameter in parameters])
     torch.cuda.synchronize()
     return {"training_ms": 1e3 * (time.perf_counter() - start) / (2 * INTERVAL)}
 

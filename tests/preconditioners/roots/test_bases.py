@@ -228,8 +228,8 @@ def test_cholesky_falls_back_for_the_matrix_that_needs_it(factored: list[int], d
 
 @pytest.mark.parametrize("decades", [0, 4, 8])
 def test_wide_rounds_lose_nothing_but_the_rounding_of_their_result(decades: int) -> None:
-    """Columns are orthonormal to 1 unit, below what a product in float32 shows, for any condition number of a float32
-    x; column j is in the span of the first j columns of x, up to the rounding of its entries."""
+    """Columns are orthonormal to 1 unit, below what a product in float32 shows, for condition numbers of x up to 1e8;
+    column j is in the span of the first j columns of x, up to the rounding of its entries."""
     x = (normal(2, 64, 64, seed=1) @ turned(torch.logspace(0, -decades, 64, dtype=torch.float64)[None])).float()
     x = x / x.norm(dim=-2, keepdim=True)
     q, good = CholeskyQR(wide=True).cholesky(x)
