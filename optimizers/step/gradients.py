@@ -429,21 +429,31 @@ def _with(usable: Tensor, allowed: Tensor | None) -> Tensor:
     return usable if allowed is None else torch.cat([usable, allowed.view(1)])
 
 
-def read_answers(checks: Sequence[GradientCheck]) -> list[list[bool]]:
-    """Return the booleans of `GradientCheck.answers` on the host, as one list for each check.
+def copy_answers(checks: Sequence[GradientCheck]) -> Callable[[], list[list[bool]]]:
+    """Begin to copy the booleans of `GradientCheck.answers` to the host.
 
-    The list is empty if the host need not read the result of the check. The host waits once for each device.
+    Return a function that waits for the copies, once for each device, and returns the booleans, as one list for each
+    check. The list is empty if the host need not read the result of the check. The wait ends when the check is
+    complete, although the device may have later work.
     """
     given: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for index, answers in enumerate(check.answers for check in checks):
         if answers is not None:
             given.setdefault(answers.device, []).append((index, answers))
-    found: list[list[bool]] = [[] for _ in checks]
-    for own in given.values():
-        values = iter(_values(torch.cat([answers for _, answers in own]) if len(own) > 1 else own[0][1]))
-        for index, answers in own:
-            found[index] = list(islice(values, len(answers)))
-    return found
+    copies = [
+        (own, HostCopy(torch.cat([answers for _, answers in own]) if len(own) > 1 else own[0][1]))
+        for own in given.values()
+    ]
+
+    def read() -> list[list[bool]]:
+        found: list[list[bool]] = [[] for _ in checks]
+        for own, copy in copies:
+            values = iter(_values(copy.wait()))
+            for index, answers in own:
+                found[index] = list(islice(values, len(answers)))
+        return found
+
+    return read
 
 
 def _values(answers: Tensor) -> list[bool]:

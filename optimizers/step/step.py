@@ -30,7 +30,7 @@ from .capture import Graphs
 from .exchange import LocalExchange, LocalStep, Step, decay_source, find_signals
 from .execution import choose_execution
 from .fused import Execution, Fused, InPlaceStep
-from .gradients import FiniteCheck, GivenGradients, GradientCheck, LossScale, read_answers
+from .gradients import FiniteCheck, GivenGradients, GradientCheck, LossScale, copy_answers
 from .offload import OffloadedState
 from .program import StackStep, run_together, sharing_sums
 from .rank_exchange import RankExchange
@@ -308,7 +308,7 @@ class ParamSet:
         Nothing changes but the counts of unusable gradients.
 
         check: check of the gradients, from `check_gradients`.
-        answers: True for each usable gradient, as `read_answers` returns it; [] if the host need not read the result.
+        answers: True for each usable gradient, as `copy_answers` returns it; [] if the host need not read the result.
 
         Raises the errors of `FiniteCheck.finish`.
         """
@@ -499,8 +499,9 @@ def prepare(
         (`ParamSet.launch_early`). If that step updates all parameters, its inputs are None.
     """
     checks = [(param_set, param_set.check_gradients(hypers, loss_scale, only)) for param_set in param_sets]
+    read = copy_answers([check for _, check in checks])  # before the launch, so that the host does not wait for that
     launched = early and len(checks) == 1 and checks[0][0].launch_early(checks[0][1])
-    answers = read_answers([check for _, check in checks])
+    answers = read()
     complete = launched and all(answers[0])
     if launched and not complete:
         checks[0][0].take_back(checks[0][1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from unittest import mock
 
 import pytest
 import torch
@@ -61,9 +63,19 @@ MANY = 10
 
 @contextmanager
 def waits() -> Iterator[RealWaits]:
-    """Count how often the host waits for the device, by torch's synchronization debug mode."""
-    found = RealWaits()
-    with warnings.catch_warnings(record=True) as caught:
+    """Count how often the host waits for the device: by torch's synchronization debug mode, and for events."""
+    found, wait = RealWaits(), torch.cuda.Event.synchronize
+
+    def counted(event: torch.cuda.Event) -> None:
+        if not event.query():  # type: ignore[no-untyped-call]
+            caller = sys._getframe(1)
+            found.lines[_place(caller.f_code.co_filename, caller.f_lineno)] += 1
+        wait(event)  # type: ignore[no-untyped-call]
+
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mock.patch.object(torch.cuda.Event, "synchronize", counted),
+    ):
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -71,7 +83,11 @@ def waits() -> Iterator[RealWaits]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     asked = [one for one in caught if "called a synchronizing" in str(one.message)]
-    found.lines.update(f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}" for one in asked)
+    found.lines.update(_place(one.filename, one.lineno) for one in asked)
+
+
+def _place(file: str, line: int) -> str:
+    return f"{'/'.join(Path(file).parts[-3:])}:{line}"
 
 
 def simulated() -> bool:

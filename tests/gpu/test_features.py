@@ -194,15 +194,21 @@ def test_fused_kernels_are_launched_before_the_host_waits(
     scaled: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, given, order = Run("adamw", device), gradients(2), list[str]()
-    fused, read = torch._fused_adamw_, step.read_answers
+    fused, copy = torch._fused_adamw_, step.copy_answers
     monkeypatch.setattr(
         torch, "_fused_adamw_", lambda *args, **options: (order.append("fused"), fused(*args, **options))
     )
-    monkeypatch.setattr(step, "read_answers", lambda checks: (order.append("read"), read(checks))[1])
+
+    def ordered(checks: Any) -> Any:
+        order.append("copy")
+        read = copy(checks)
+        return lambda: (order.append("read"), read())[1]
+
+    monkeypatch.setattr(step, "copy_answers", ordered)
     if scaled:
         run.optimizer.grad_scale, run.optimizer.found_inf = (torch.full((), x, device=device) for x in (8.0, 0.0))
     run.step(*given)
-    assert order == ["fused", "read"] * 2
+    assert order == ["copy", "fused", "read"] * 2
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
