@@ -36,12 +36,16 @@ The table [In training](#in-training) shows the time that an optimizer adds to a
 [Steps](#steps) shows the time of an optimizer step alone.
 
 - **AdamW.** Set `compile`, `graph` and `failure.detect: device` together. The host then never waits, and the compiled
-  kernel that updates entries also skips unusable gradients. By default the step uses torch's fused kernel, and the host
-  waits once, for the check of the gradients, which torch's AdamW does not make. `failure.detect: device` without
-  `compile` is slow: each update copies parameters and moments before it, and selects entries of them after it.
+  kernel that updates entries also skips unusable gradients. By default the step uses torch's fused kernel, which is
+  launched first. The host then waits once, for the check of the gradients, which torch's AdamW does not make.
+  `failure.detect: device` without `compile` is slow: each update copies parameters and moments before it, and selects
+  entries of them after it.
 - **Muon.** Set `graph: true`. The time of the host then falls to a third, and a training step takes less time.
 - **SOAP, Shampoo.** Call `torch.set_float32_matmul_precision("high")` for products in TF32. Refreshes of roots and
   bases are computed in float32 in any case, because their iterations need all bits.
+- **SOAP.** With `refresh.stagger: none` all bases are refreshed in the same step. Decompositions of many matrices at
+  once take less time for each matrix, so the mean step is shorter, and one step in each interval is long. The setting
+  changes which steps refresh a basis, and so the results.
 - **SOAP.** `refresh.delay` computes new bases beside the steps, on a second stream. A step alone takes less time with
   it. A training step took the same time with and without it, probably because forward and backward keep the device
   busy. The delay takes memory for the inputs of late refreshes, and makes the loss a little higher ([how
@@ -54,8 +58,8 @@ STEPS = """Milliseconds of a step on the parameters of GPT-2 small in float32, w
 - *kernels*: the number of kernels of a step. *ms of kernels*: the milliseconds in which they run, without the gaps
   between them. Of three steps, the one with the fewest kernels counts. SOAP and Shampoo refresh some of their blocks
   in every step.
-- *waits*: how often the host waits for the device in the step with the fewest waits, by torch's synchronization debug
-  mode. *most*: the same in the step with the most waits."""
+- *waits*: how often the host waits for the device in the step with the fewest waits. Counted are waits that torch's
+  synchronization debug mode reports, and waits for events. *most*: the same in the step with the most waits."""
 TRAINING = """Milliseconds of a training step of GPT-2 small: the mean of 20 steps on 16 sequences of 1024 tokens. The
 model computes in bfloat16 by autocast, products of float32 are in TF32, and refreshes are due every 10 steps.
 

@@ -63,18 +63,25 @@ MANY = 10
 
 @contextmanager
 def waits() -> Iterator[RealWaits]:
-    """Count how often the host waits for the device: by torch's synchronization debug mode, and for events."""
-    found, wait = RealWaits(), torch.cuda.Event.synchronize
+    """Count how often the host waits for the device: by torch's synchronization debug mode, and for events that were
+    recorded in the same block. An event that was recorded before counts as reached.
+    """
+    found, new = RealWaits(), list[torch.cuda.Event]()
+    record, wait = torch.cuda.Event.record, torch.cuda.Event.synchronize
 
-    def counted(event: torch.cuda.Event) -> None:
-        if not event.query():  # type: ignore[no-untyped-call]
+    def recorded(event: torch.cuda.Event, *stream: Any) -> None:
+        new.append(event)
+        record(event, *stream)  # type: ignore[no-untyped-call]
+
+    def waited(event: torch.cuda.Event) -> None:
+        if any(event is one for one in new):
             caller = sys._getframe(1)
             found.lines[_place(caller.f_code.co_filename, caller.f_lineno)] += 1
         wait(event)  # type: ignore[no-untyped-call]
 
     with (
         warnings.catch_warnings(record=True) as caught,
-        mock.patch.object(torch.cuda.Event, "synchronize", counted),
+        mock.patch.multiple(torch.cuda.Event, record=recorded, synchronize=waited),
     ):
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
