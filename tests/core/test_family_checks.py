@@ -376,6 +376,7 @@ STATISTIC: dict[str, Callable[[Tensor, int, StepContext], Any]] = {
     "zero over zero": lambda x, axis, c: gram(x / rows(x.flatten(1).norm(dim=1), x.ndim), axis),
     "item": lambda x, axis, c: gram(x, axis)._replace(scale=1.0 / (1.0 + x.abs().max().item() * 0)),
     "a count": counted,
+    "a plain reshape": lambda x, axis, c: Contribution(*[x.reshape(len(x), x.shape[axis + 1], -1)] * 2),
 }
 
 
@@ -407,6 +408,7 @@ class WrongStatistic(Statistic):
         ("zero over zero", ("finite", "zero", "axis 0")),
         ("item", (HERE, "_local_scalar_dense")),
         ("a count", ("memory",)),
+        ("a plain reshape", ("axis 1", "permuted", "movedim(axis + 1, 1)")),
     ],
 )
 def test_mistakes_in_statistics(fault: str, says: tuple[object, ...]) -> None:
@@ -415,7 +417,7 @@ def test_mistakes_in_statistics(fault: str, says: tuple[object, ...]) -> None:
 
 
 def test_a_sound_statistic_and_one_without_a_contribution() -> None:
-    assert len(check_statistic(WrongStatistic(fault="sound"), degree=2).held) == 10
+    assert len(check_statistic(WrongStatistic(fault="sound"), degree=2).held) == 11
     with refused(TypeError, "Empty", "contribution(self, x, axis, context)"):
 
         class Empty(Statistic):
@@ -562,6 +564,7 @@ class WrongAveraging(Averaging):
         ("a global draw", ("torch's global generator", "randn_like", HERE)),
         ("reads the rate", (HERE, "_local_scalar_dense", "batch.lr")),
         ("a count", ("memory",)),
+        ("a plain reshape", ("axis 1", "permuted", "movedim(axis + 1, 1)")),
         ("in place", ("evaluated()", "`mul_`", HERE)),
         ("one tensor", ("evaluated()", 3)),
         ("flat", ("evaluated()", "(4, 3)", "(12,)")),
@@ -640,6 +643,7 @@ class WrongConstraint(Constraint):
         ("zero over zero", ("finite", "zero", "safe_ratio")),
         ("a global draw", ("torch's global generator", "randn_like", HERE)),
         ("a count", ("memory",)),
+        ("a plain reshape", ("axis 1", "permuted", "movedim(axis + 1, 1)")),
         ("no mask", ("own", "context.mask")),
     ],
 )

@@ -109,6 +109,8 @@ class Faulty(Cadence):
             "python": random.random() < 0.5 if self.fault == "python" else None,
             "one generator": np.random.default_rng(0).random(len(steps)) < 0.5,
             "never": np.zeros(len(steps), dtype=bool),
+            "stops": (steps <= 8) & (steps % 2 == 0),
+            "slows down": steps % np.where(steps <= 12, 1, 24) == 0,
         }
         return found.get(self.fault, steps % 2 == 0)
 
@@ -129,6 +131,8 @@ class Faulty(Cadence):
         ("early", ("first_due(0)", -1)),
         ("impossible", ("possible(0, 0)", "False")),
         ("never", (2, "interval")),
+        ("stops", (8, 2, "interval")),
+        ("slows down", (12, 2, "interval")),
         ("rare", (10, "interval")),
     ],
 )

@@ -91,8 +91,8 @@ def the_first_refresh_is_at_first_due(case: CadenceCase) -> None:
 
 
 def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
-    """With a `period`, blocks are due at the same steps of each period. Without a period, they are due as often as
-    `interval` says, up to a factor of three.
+    """With a `period`, blocks are due at the same steps of each period. Without a period, each block is due as often as
+    `interval` says, up to a factor of three, and so are all blocks together in the second half of the steps.
     """
     period, interval = case.component.period, case.component.interval
     places = None if period is None else case.component.steps_due(np.array(_PHASES)).tolist()
@@ -112,6 +112,15 @@ def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
         fine = span < 6 * interval or interval / 3 <= mean <= 3 * interval
         got = f"{mean:.3g}" if count else f"no refresh after the first one in {span} steps"
         require(fine, f"steps between refreshes of block {row}", f"about {interval:g}, the `interval`", got)
+    start = min((steps[0] for steps in times if steps), default=case.last)
+    middle = (start + case.last) // 2
+    count = sum(step > middle for steps in times for step in steps)
+    if period is None and case.last - start >= 6 * interval:
+        mean = len(times) * (case.last - middle) / max(count, 1)
+        fine = interval / 3 <= mean <= 3 * interval
+        got = f"{mean:.3g}" if count else f"no refresh after step {max(max(steps) for steps in times)}"
+        what = f"steps between refreshes of one block after step {middle}"
+        require(fine, what, f"about {interval:g}, the `interval`", got)
 
 
 def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:

@@ -209,6 +209,25 @@ def factors_are_symmetric_and_semidefinite(case: StatisticCase) -> None:
                 require(fine, f"eigenvalues of the factor of axis {axis}", "none below 0", f"{least:.2g}", cause)
 
 
+def permuting_entries_along_an_axis_permutes_its_factor(case: StatisticCase) -> None:
+    """If the entries of all gradients are permuted along an axis, the rows and columns of the factor of this axis are
+    permuted, and nothing else changes. Tolerance 1e-6, for powers of factors that are nearly singular.
+    """
+    for block in case.tried:
+        given = case.given(block)
+        plain = FactorBench(case.component, block).observe(given).estimates()
+        for axis, factor in plain.items():
+            order = torch.arange(block[axis]).roll(1)
+            found = FactorBench(case.component, block).observe(given.index_select(axis + 2, order)).estimates()[axis]
+            wanted = factor[:, order] if factor.ndim == 2 else factor[:, order][:, :, order]
+            what = f"the factor of axis {axis} for gradients that are permuted along it, and the permuted factor"
+            with on(block):
+                require_close(found, wanted, 1e-6, what, lambda: in_parentheses(_UNFOLDED))
+
+
+_UNFOLDED = "is the unfolding `x.movedim(axis + 1, 1).flatten(2)`? `reshape` alone mixes entries"
+
+
 def factors_keep_dtype_and_device(case: StatisticCase) -> None:
     """Factors keep dtype, device and shape, in float32 and float64."""
     for block in case.tried:
@@ -290,6 +309,10 @@ STATISTIC_LAWS: tuple[Law[StatisticCase], ...] = (
     Law(factors_are_all_the_memory, decisive=True),
     Law(factors_of_a_stack_are_those_of_its_blocks),
     Law(factors_are_symmetric_and_semidefinite),
+    Law(
+        permuting_entries_along_an_axis_permutes_its_factor,
+        lambda case: "it reads inputs beside the gradient" if case.component.requires else None,
+    ),
     Law(factors_keep_dtype_and_device),
     Law(factors_stay_finite),
     Law(observations_stay_on_the_device, _on_device),
