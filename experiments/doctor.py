@@ -80,8 +80,8 @@ EXPLODED = 10
 times as much as the median of the other layers.
 """
 EXPLODED_ALONE = 10
-"""If nothing else is wrong with the run, a layer must have grown this many times more than `EXPLODED` demands. Layers
-with small initial weights grow in healthy runs too.
+"""If nothing else is wrong with the run, and no update of a layer was as large as its weights, the layer must have
+grown this many times more than `EXPLODED` demands. Layers with small initial weights grow in healthy runs too.
 """
 RISEN = 0.9
 """A run counts as having got worse if, at the end, its loss has risen again by this fraction of its earlier fall.
@@ -98,6 +98,9 @@ successive rows."""
 GROWN = 10
 """The learning rate counts as too high if most matrices have grown to this many times their first norm, or times a
 usual norm if the first norm is smaller."""
+CHANCE = 0.01
+"""A validation loss that is never lower than that of a uniform guess by more than this fraction counts as never below
+it, because the loss of a guess varies a little between models."""
 LEAST_RISEN = 0.1
 """A rise of the loss is reported only if the loss fell before by at least this fraction of the first loss. A smaller
 fall may be noise.
@@ -975,15 +978,17 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
     other layers. Yields nothing if there is no such layer. Growth is measured from a layer's first norm, or from a
     usual norm if the first norm is smaller.
 
-    sick: True if another check found a fault. If False, the layer must have grown EXPLODED_ALONE times more than
-        otherwise, because layers also grow in healthy runs.
+    sick: True if another check found a fault. If False, and no update of the layer was as large as its weights, the
+        layer must have grown EXPLODED_ALONE times more than otherwise, because layers also grow in healthy runs.
     """
+    fastest, peak, typical = record.peak
     rows = [row for row in record.run.rows if row.get("weight_growth_largest_layer")]
     grown = [(_or_infinite(row["weight_growth_largest"]), row["weight_growth_largest_layer"], row) for row in rows]
     if grown:
         most, name, row = max(grown, key=lambda one: one[0])
         others = record.of_others("weight_growth", name) or _or_infinite(row["weight_growth_smallest"])
-        limit = EXPLODED * max(1.0, others) * (1 if sick else EXPLODED_ALONE)
+        fast = fastest == name and typical < HEALTHY_STEP and peak * record.share(name) >= 1
+        limit = EXPLODED * max(1.0, others) * (1 if sick or fast else EXPLODED_ALONE)
         if (
             most >= limit and most * record.share(name) >= limit and others < EXPLODED
         ):  # otherwise all layers have grown
@@ -992,11 +997,10 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
             text += f", and those of the other layers to {others:.3g} times (median){_route(record, name)}"
             yield Finding("exploding layer", step, name, text)
             return
-    name, peak, typical = record.peak
-    if sick and typical < HEALTHY_STEP and peak >= EXPLODED and peak * record.share(name) >= EXPLODED:
-        text = f"an update of {name} had {peak:.3g} times the norm of its weights"
-        text += f", and of the other layers {typical:.3g} times (median){_route(record, name)}"
-        yield Finding("exploding layer", None, name, text)
+    if sick and typical < HEALTHY_STEP and peak >= EXPLODED and peak * record.share(fastest) >= EXPLODED:
+        text = f"an update of {fastest} had {peak:.3g} times the norm of its weights"
+        text += f", and of the other layers {typical:.3g} times (median){_route(record, fastest)}"
+        yield Finding("exploding layer", None, fastest, text)
 
 
 def _or_infinite(value: float | None) -> float:
@@ -1184,23 +1188,26 @@ def _learned_poorly(record: Record, start: FirstBatch) -> bool:
 def _generalization(record: Record) -> Iterator[Finding]:
     """Yield the finding about a validation loss that got worse while the training loss fell.
 
-    Either it rose after its best evaluation, or it was never below the loss of a uniform guess and ended above it.
+    Either it rose after its best evaluation, or it was never below the loss of a uniform guess and ended above it. In
+    the second case a small fall of the training loss is enough if the validation loss did not fall.
     """
     rows = [row for row in record.run.rows if row.get("loss") is not None]
     evaluations, first = record.numbers("val_loss"), record.first_loss
-    if not rows or not evaluations or first is None or rows[-1]["loss"] >= (1 - LEAST_RISEN) * first:
+    if not rows or not evaluations or first is None or rows[-1]["loss"] >= (1 - LEAST_FALL) * first:
         return
     before, last, reached = first, rows[-1]["loss"], evaluations[-1]
+    fell = last < (1 - LEAST_RISEN) * first
     text, rise = f"the validation loss ended at {reached:.4g}", record.run.rise(METRICS["val_loss"])
     if rise is not None:
         before = next((row["loss"] for row in reversed(rows) if row["step"] <= rise.step), first)
         text = f"the validation loss rose from {rise.best:.4g} (step {rise.step}) to {reached:.4g} at the end"
     start = record.start if reached > math.log(2) and not record.imported else None
     guess = start.guess if isinstance(start, FirstBatch) else math.inf
-    if guess < reached and guess <= min(evaluations):
+    flat = len(evaluations) > 1 and reached >= evaluations[0]
+    if guess < reached and (1 - CHANCE) * guess <= min(evaluations) and (fell or flat):
         text += f", above the {guess:.4g} of a uniform guess among the classes, while the training loss fell from"
         yield Finding("worse than guessing", None, "", f"{text} {first:.4g} to {last:.4g}")
-    elif rise is not None and last < before:
+    elif fell and rise is not None and last < before:
         text += f", above the {guess:.4g} of a uniform guess among the classes" if guess < reached else ""
         text += f", while the training loss fell from {before:.4g} to {last:.4g}"
         yield Finding("overfitting", rise.step, "", text)

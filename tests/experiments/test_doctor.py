@@ -139,6 +139,7 @@ def treated(experiment: Experiment, directory: Path) -> Diagnosis:
 
 FAST = {"name": "fast", "match": {"name": "2.weight"}, "lr_multiplier": 3e4, "update": ["momentum", "rms"]}
 EXPLODING = {"base": "adamw", "routes": [FAST]}
+FASTER = {"base": "adamw", "routes": [{**FAST, "lr_multiplier": 300.0}]}  # the model learns all the same
 REFRESH = {"kind": "every", "steps": 5, "stagger": "none"}
 ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REFRESH}]
 
@@ -151,6 +152,7 @@ ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REF
         (patient(recipe="sgd", lr=1e6), "learning rate", range(1, 9), None, ("times the norm",)),
         (patient(recipe="signum", lr=10.0), "learning rate", [None], "", ("rose from", "times the norm")),
         (patient(recipe=EXPLODING, lr=1e-3), "exploding layer", [5], "2.weight", ("grew to",)),
+        (patient(recipe=FASTER, lr=1e-3, steps=100), "exploding layer", [20], "2.weight", ("grew to", "by 300")),
         (patient("dead"), "dead layer", [None], "0.weight", ("all parameters of 0, and 2.weight", "12 rows")),
         (patient("dead middle"), "dead layer", [None], "2.weight", ("all parameters of 0, 2, and 4.weight",)),
         (patient("zero"), "dead layer", [None], "2.weight", ("all parameters of 0, 2", "5 of 5 parameters")),
@@ -164,6 +166,7 @@ ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REF
         (patient(lr=1e-12), "stalled", [None], "", ("does not fall", "too low")),
         (patient("labels"), "labels", [1, 2], "", ("1 to 4", "4 scores")),
         (patient("noise", steps=200), "worse than guessing", [None], "", ("(step 20)", "uniform guess", "loss fell")),
+        (patient("noise", lr=1e-3), "worse than guessing", [None], "", ("uniform guess", "loss fell")),  # by 6 %
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -510,6 +513,7 @@ def test_a_killed_run_says_how_far_it_came_and_how_to_continue(step: int, row: i
         patient(recipe="sgd", lr=0.3, grad_clip=1.0),
         patient("small", steps=200),
         patient("head"),
+        patient(lr=2e-4),  # too slow to be below a guess, but the validation loss falls
     ],
 )
 def test_nothing_is_found_in_a_healthy_run(experiment: Experiment, tmp_path: Path) -> None:
