@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..reports.figures import INK, LIGHT, log_ticks, save_figure, stroke, style_axes
+from ..reports.figures import INK, LIGHT, log_ticks, stroke, style_axes
 from .view import BenchRows, Line, Panel, lines_of
 
 _LONGEST = 56
@@ -33,11 +32,6 @@ def draw_panels(panels: Sequence[Panel], rows: BenchRows) -> Figure:
     style = {"fontsize": 8.5, "labelcolor": INK, "framealpha": 0, "handlelength": 2.8}
     figure.legend([handles[name] for name in names], shown, loc="outside lower center", ncols=columns, **style)
     return figure
-
-
-def write_figure(panels: Sequence[Panel], rows: BenchRows, path: Path) -> None:
-    """Draw the panels and save the figure in the format that the suffix names (svg, png, pdf)."""
-    save_figure(draw_panels(panels, rows), path)
 
 
 def _draw(axes: Axes, panel: Panel, title: str, lines: Sequence[Line]) -> None:

@@ -74,7 +74,7 @@ def take_turns(
     clock: clock in seconds.
     """
     times: list[list[StepTime]] = [[] for _ in contenders]
-    _free_activations()
+    torch.empty(_ACTIVATIONS, dtype=torch.uint8)  # one large tensor is allocated and freed, as in each step of training
     gc.collect()
     gc.disable()
     try:
@@ -88,20 +88,12 @@ def take_turns(
     return times
 
 
-def _free_activations() -> None:
-    """Allocate and free one large tensor, as training does in every step.
-
-    After this, glibc keeps freed memory. Otherwise it may return pages after a step and request them again in the next
-    one, which makes steps of a contender up to a seventh longer. Which contender this is differs from process to
-    process.
-    """
-    torch.empty(_ACTIVATIONS, dtype=torch.uint8)
-
-
 _ACTIVATIONS = (32 << 20) - 8192
-"""Size in bytes of the tensor that `_free_activations` frees.
+"""Size in bytes of the tensor that `take_turns` frees, so that glibc keeps freed memory.
 
-The size is just below the largest one from which glibc learns how much memory to keep (M_MMAP_THRESHOLD in mallopt(3)).
+Otherwise glibc may return pages after a step and request them again in the next one, which makes steps of a contender
+up to a seventh longer. The size is just below the largest one from which glibc learns how much memory to keep
+(M_MMAP_THRESHOLD in mallopt(3)).
 """
 
 

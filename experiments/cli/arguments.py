@@ -41,7 +41,8 @@ def override_argument(text: str) -> Any:
 def _all_have_effect(overrides: list[str] | None) -> list[str] | None:
     for first, second in combinations(overrides or (), 2):
         path, later = _path(first), _path(second)
-        if "=" in first and _replaces(later, path):
+        # The later one names the field, a field that contains it, or the `kind` of a component that contains it.
+        if "=" in first and (path == later or path.startswith(f"{later.removesuffix('.kind')}.")):
             remedy = "remove one of the two" if path == later else f"put '{second}' before it"
             raise RecipeError(f"override '{first}': has no effect, as '{second}' replaces it; {remedy}")
     return overrides
@@ -54,13 +55,3 @@ def _path(override: str) -> str:
     path = override.partition("=")[0].strip()
     inner = path.removeprefix("recipe.")
     return inner if "." in inner else path
-
-
-def _replaces(later: str, path: str) -> bool:
-    """Return True if an override of the path `later` replaces the value that an earlier override has set at `path`.
-
-    The value is replaced if `later` names the field at `path`, a field that contains it, or the `kind` of a component
-    that contains it.
-    """
-    whole = later.removesuffix(".kind")
-    return path == later or path.startswith(f"{whole}.")

@@ -91,9 +91,10 @@ def _chosen(
 
 def _measure(chosen: Bench, directory: Path) -> None:
     from ..benches import write_rows
-    from ..benches.figure import write_figure
+    from ..benches.figure import draw_panels
     from ..benches.view import lay_out
     from ..files import make_directory, write_text
+    from ..reports.figures import save_figure
 
     if directory.exists() and not directory.is_dir():
         raise RecipeError(f"--out: '{directory}' is a file; give a directory")
@@ -108,7 +109,7 @@ def _measure(chosen: Bench, directory: Path) -> None:
             meter.update(bar, done, f"{done} of {number} cells")
             write_rows(rows, directory / "rows.jsonl")  # a bench that is stopped keeps the rows that it has measured
     _require_measurement(rows)
-    write_figure(chosen.panels(), rows, directory / "figure.svg")
+    save_figure(draw_panels(chosen.panels(), rows), directory / "figure.svg")
     where = _environment(device)
     columns = {name: {"meaning": column.meaning, "unit": column.unit} for name, column in chosen.columns.items()}
     record = {"bench": chosen.declaration(), "columns": columns, "environment": where}

@@ -86,14 +86,14 @@ def _print_verdicts(folder: Path, claims: PaperClaims) -> list[str]:
     """Print the verdict of every claim. Return the names of claims that do not hold although the paper's folder expects
     so.
     """
-    from ..reproduction.claims import disproved, judge
+    from ..reproduction.claims import judge
     from ..reproduction.pages import read_studies
 
     found = judge(claims.claims, read_studies(folder, claims))
     for name, finding in found.items():
         typer.echo(f"{name}: {finding.verdict}. {claims.claims[name].says} ({claims.claims[name].source})")
     typer.echo(f"{sum(one.verdict == 'holds' for one in found.values())} of {len(found)} claims hold")
-    return list(disproved(claims.claims, found))
+    return [name for name, claim in claims.claims.items() if claim.expected == "holds" != found[name].verdict]
 
 
 track_app = typer.Typer(

@@ -247,12 +247,14 @@ def demo_command(
     from ..studies.study import load_study
 
     study = load_study("demo", overrides)
+    preview = preview_study(study, out)
     for part in _parts(study, out):
-        typer.echo(f"{sentence(preview_study(study, out))}.")
+        typer.echo(f"{sentence(preview)}.")
         try:
             run_to_end(part, out, workers)
         finally:  # a report is written even if the demo is interrupted
-            if complete := sum(cell.complete for cell in preview_study(study, out).cells):
+            preview = preview_study(study, out)
+            if complete := sum(cell.complete for cell in preview.cells):
                 typer.echo(f"report of {counted(complete, 'run')}: {Report(out).write().resolve()}")
 
 

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -268,7 +268,8 @@ RESULT_NUMBERS = (
     "state_bytes_per_parameter",
 )
 """Numbers of a finished run in tables and in the results of papers and tracks, by their names in result.json."""
-MANIFEST = "study"
+MANIFEST, TUNING = "study", "tuning"
+"""Name of the file with the plan of a study, and of the directory with the runs of its searches."""
 _SHARED = (
     "name",
     "seed",
@@ -464,19 +465,14 @@ class Records:
             "evaluations, so that the steps to a value are coarse; for more evaluations set eval_every to fewer steps"
         )
 
+    def search(self, labels: Mapping[str, str]) -> TunedCell | None:
+        """Return the result of the search for the runs with these labels, None if nothing was tuned."""
+        return next((one for one in self.tuned if one.cell == cell_name(labels)), None)
+
     def rate_edge(self, labels: Mapping[str, str]) -> str:
         """Return the end of the tried values at which a cell's tuned learning rate is: "least", "largest" or ""."""
-        return next((one.edges.get("lr", "") for one in self._searches(labels)), "")
-
-    def tuned_values(self, labels: Mapping[str, str]) -> Mapping[str, Any]:
-        """Return the values that a search found for the runs with these labels, by dotted path of the field.
-
-        The result is empty if nothing was tuned.
-        """
-        return next((one.values for one in self._searches(labels)), {})
-
-    def _searches(self, labels: Mapping[str, str]) -> Iterator[TunedCell]:
-        return (one for one in self.tuned if one.cell == cell_name(labels))
+        found = self.search(labels)
+        return "" if found is None else found.edges.get("lr", "")
 
 
 def group_by(items: Iterable[_Item], key: Callable[[_Item], K]) -> dict[K, list[_Item]]:
@@ -620,7 +616,7 @@ def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:
     study, tuned = manifest["study"], read_tuned(directory)
     metric = metric_of(study["metric"], study["larger"])
     if not tuned and all(run.status(metric) == "missing" for run in runs):
-        search = directory / "tuning"
+        search = directory / TUNING
         remedy = f"its search may still run, whose runs are in {search}" if search.is_dir() else "run the study first"
         raise ValueError(f"report: none of the study's runs in {directory} has started ({len(runs)} planned); {remedy}")
     target = None if study["target"] is None else Target(**study["target"])

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 
 from eigengraft.errors import ArgumentError
 
-from ..files import make_directory, short_name, write_text
+from ..files import make_directory, replacing, short_name, write_text
 from . import figures
 from .comparison import ComparisonPanel, all_panels, at_their_best, compare, sweeps, swept, tuning_curves, twin
 from .figures import (
@@ -62,7 +62,6 @@ from .tables import (
     sentences,
     tuned_table,
     worst_layers,
-    write_runs_csv,
     write_tables,
 )
 
@@ -336,7 +335,8 @@ class Report:
         page, folder = self.page(), self.folder
         make_directory(folder)
         write_text(folder / "report.html", page)
-        write_runs_csv(self.records, folder / "runs.csv")
+        with replacing(folder / "runs.csv") as temporary:
+            self.runs().to_csv(temporary, index=False, float_format="%.6g", lineterminator="\n")
         write_tables(self.records, folder)
         return folder / "report.html"
 

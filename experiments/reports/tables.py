@@ -520,12 +520,6 @@ def _escaped(text: str) -> str:
     return "".join(_LATEX.get(sign, sign) for sign in text)
 
 
-def write_runs_csv(records: Records, path: Path) -> None:
-    """Write a row for each run (see `run_row`), numbers with six digits. Cells of missing numbers are empty."""
-    with replacing(path) as temporary:
-        runs_frame(records).to_csv(temporary, index=False, float_format="%.6g", lineterminator="\n")
-
-
 def write_parquet(records: Records, folder: Path) -> list[Path]:
     """Write runs.parquet with a row for each run, as in runs.csv, and metrics.parquet with a row for each logged step.
 
@@ -602,7 +596,8 @@ def run_row(run: Run, records: Records) -> dict[str, Any]:
     columns `val.NAME`. The prefix keeps the label on an axis called `lr` or `steps` apart from the measured number of
     that name. `peak_lr` is the peak learning rate of the run.
     """
-    values = records.tuned_values(run.labels)
+    search = records.search(run.labels)
+    values = {} if search is None else search.values
     tuned = {f"tuned.{path}": values.get(path) for one in records.tuned for path in one.values}
     numbers = {column: run.result.get(column) for column in RESULT_NUMBERS}
     return {**_identity(run, records), "peak_lr": learning_rate(run.config), **tuned, **numbers, **run.metrics}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -466,8 +466,3 @@ def _steps_ratio(row: ResultRow, partner: ResultRow) -> float:
 
 def _log(value: float) -> float:
     return -math.inf if value <= 0 else math.inf if math.isinf(value) else math.log(value)
-
-
-def disproved(claims: Mapping[str, PaperClaim], found: Mapping[str, ClaimFinding]) -> Iterator[str]:
-    """Return the names of claims that are expected to hold and have another verdict."""
-    return (name for name, claim in claims.items() if claim.expected == "holds" != found[name].verdict)

@@ -23,7 +23,7 @@ from eigengraft.errors import RecipeError, counted, first_lines, name_some
 
 from ..files import files_named, make_directory, short_name
 from ..provenance import provenance_changes
-from ..reports.records import MANIFEST, METRICS, Metric, Run, TunedCell, cell_name
+from ..reports.records import MANIFEST, METRICS, TUNING, Metric, Run, TunedCell, cell_name
 from ..tasks import Fingerprint, Task
 from ..training.callbacks import Limits, StopAfter, may_provide
 from ..training.environment import describe_provenance
@@ -34,7 +34,7 @@ from .study import Setting, Study, combinations, inside
 from .tuning import Trial, Tuning, Values, trial_name
 
 Phase = Literal["timing", "tuning", "study"]
-PHASES = tuple(map(Path, ("", "timing", "tuning")))
+PHASES = tuple(map(Path, ("", "timing", TUNING)))
 """Directories of a study that contain directories of cells: runs of the study itself, of timing and of searches."""
 
 
@@ -413,7 +413,7 @@ class _CellSearch:
             experiment = own.replace(seed=seed)
             if (limits := self.tuning.limits(experiment, self.trials, self.metric)) is not None:
                 experiment = experiment.replace(callbacks=(*experiment.callbacks, limits))
-            directory = f"tuning/{self.cell.directory}/{short_name(name)}/seed-{seed}"
+            directory = f"{TUNING}/{self.cell.directory}/{short_name(name)}/seed-{seed}"
             planned.append(PlannedRun({**self.cell.labels, "tuned": name}, seed, experiment, directory))
         return planned
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Self
 
 from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.routing import describe_model
@@ -75,57 +74,33 @@ def study_cost(planned: Iterable[PlannedRun], directory: Path) -> StudyCost:
     One median is that of cells whose steps are mostly fixed, the other that of all other cells. A missing median counts
     as 1.
     """
-    runs, known = list(planned), dict[str, RunCost]()
-    costs, ratios, measured = dict[str, RunCost](), dict[str, float](), 0
+    runs, measured, known = list(planned), dict[str, list[float]](), dict[str, RunCost]()
+    tasks, costs = dict[str, str](), dict[str, RunCost]()
+    of_cells, of_tasks = dict[str, float](), defaultdict[str, list[float]](list)
+    of_kinds = defaultdict[bool, list[float]](list)  # by whether most of a step is fixed
     for run in runs:
-        recipe = run.experiment.run_recipe.model_dump_json(exclude={"lr"})
-        key = run.experiment.task.model_dump_json() + recipe
+        task = tasks[run.directory] = run.experiment.task.model_dump_json()
+        key = task + run.experiment.run_recipe.model_dump_json(exclude={"lr"})
         if key not in known:
             known[key] = _guessed(run.experiment)
-        costs[run.directory] = known[key]
-        if (cell := run.cell) not in ratios:
-            found = _step_seconds(directory, cell)
-            measured += len(found)
-            ratios[cell] = median(found) / known[key].step if found else math.nan
-    factors = _Factors.of((run, costs[run.directory], ratios[run.cell]) for run in runs)
+        cost = costs[run.directory] = known[key]
+        if run.cell not in measured:
+            measured[run.cell] = _step_seconds(directory, run.cell)
+        if measured[run.cell]:
+            factor = of_cells.setdefault(run.cell, median(measured[run.cell]) / cost.step)
+            of_tasks[task].append(factor)
+            of_kinds[2 * cost.fixed > cost.step].append(factor)
+    fixed, sized = (median(of_kinds[kind] or [1.0]) for kind in (True, False))
     seconds = dict[str, float]()
     for run in runs:
-        own, cost = ratios[run.cell], costs[run.directory]
+        cost = costs[run.directory]
+        mixed = (cost.fixed * fixed + (cost.step - cost.fixed) * sized) / cost.step
         ends = (one.step for one in run.experiment.callbacks if isinstance(one, StopAfter))
         steps = min([run.experiment.steps, *ends])
         guess = RUN_SECONDS + steps * cost.step + math.ceil(steps / run.experiment.eval_every) * cost.evaluation
-        seconds[run.directory] = guess * (factors.expected(run, cost) if math.isnan(own) else own)
-    return StudyCost(seconds, costs, measured)
-
-
-@dataclass(frozen=True)
-class _Factors:
-    """Measured times of steps, divided by guessed times, of the cells of a study that have finished runs.
-
-    tasks: the median of each task, by the JSON text of the task.
-    fixed: the median of the cells in which most of a step is fixed; 1 if there are no such cells.
-    sized: the median of all other cells; 1 if there are none.
-    """
-
-    tasks: Mapping[str, float]
-    fixed: float
-    sized: float
-
-    @classmethod
-    def of(cls, found: Iterable[tuple[PlannedRun, RunCost, float]]) -> Self:
-        """Compute the medians from triples (run, its guessed cost, factor). The factor is NaN without finished runs."""
-        tasks, kinds = defaultdict[str, list[float]](list), defaultdict[bool, list[float]](list)
-        for run, cost, ratio in found:
-            if not math.isnan(ratio):
-                tasks[run.experiment.task.model_dump_json()].append(ratio)
-                kinds[2 * cost.fixed > cost.step].append(ratio)
-        medians = {name: median(own) for name, own in tasks.items()}
-        return cls(medians, *(median(kinds[kind] or [1.0]) for kind in (True, False)))
-
-    def expected(self, run: PlannedRun, cost: RunCost) -> float:
-        """Return the factor that is expected for a cell without finished runs."""
-        mixed = (cost.fixed * self.fixed + (cost.step - cost.fixed) * self.sized) / cost.step
-        return self.tasks.get(run.experiment.task.model_dump_json(), mixed)
+        expected = median(of_tasks[tasks[run.directory]] or [mixed])
+        seconds[run.directory] = guess * of_cells.get(run.cell, expected)
+    return StudyCost(seconds, costs, sum(map(len, measured.values())))
 
 
 def _guessed(experiment: Experiment) -> RunCost:

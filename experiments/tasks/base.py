@@ -21,12 +21,12 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import AfterValidator, WithJsonSchema, field_validator
+from pydantic import field_validator
 from pydantic_core.core_schema import ValidationInfo
 from torch import Tensor, nn
 from torch.nn import functional
 
-from eigengraft.component import Component
+from eigengraft.component import Component, TextForm
 from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.errors import counted, near_path
 
@@ -355,16 +355,9 @@ class Metrics:
         return {f"val.{name}": value for name, value in self.others.items()}
 
 
-def _metric_name(name: str) -> str:
-    if re.fullmatch(r"val_loss|val_accuracy|val\..+", name) is None:
-        raise ValueError("a metric must be val_loss, val_accuracy, or val.NAME for a further metric of the task")
-    return name
-
-
 MetricName = Annotated[
     str,
-    AfterValidator(_metric_name),
-    WithJsonSchema({"type": "string", "pattern": r"^(val_loss|val_accuracy|val\..+)$"}),
+    TextForm(r"^(val_loss|val_accuracy|val\..+)$", "val_loss, val_accuracy, or val.NAME for a metric of the task,"),
 ]
 """Name of a metric by which runs are compared."""
 

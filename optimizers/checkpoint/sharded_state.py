@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -143,30 +143,19 @@ def shard_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict
 
 def gathered(state_dict: Any) -> Any:
     """Return a state dict with plain tensors on the CPU in place of DTensors. All ranks must call it."""
-    found = list(_tensors(state_dict))
+    found = list[Tensor]()
+    _mapped(state_dict, found.append)
     full = {id(x): value.detach().cpu() for x, value in zip(found, full_tensors(found), strict=True)}
-    return _replaced(state_dict, full)
+    return _mapped(state_dict, lambda x: full[id(x)])
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Return the tensors in nested mappings, lists and tuples."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (Mapping, list, tuple)):
-        for value in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _tensors(value)
-
-
-def _replaced(tree: Any, tensors: Mapping[int, Tensor]) -> Any:
-    """Return a copy of nested mappings, lists and tuples in which tensors are replaced by others.
-
-    The new tensors are given by the id of the old ones.
-    """
+def _mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a copy of nested mappings, lists and tuples in which each tensor x is replaced by `change(x)`."""
     if isinstance(tree, Mapping):
-        return {key: _replaced(value, tensors) for key, value in tree.items()}
+        return {key: _mapped(value, change) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_replaced(value, tensors) for value in tree)
-    return tensors[id(tree)] if isinstance(tree, Tensor) else tree
+        return type(tree)(_mapped(value, change) for value in tree)
+    return change(tree) if isinstance(tree, Tensor) else tree
 
 
 def full_tensors(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, overload
 
 from eigengraft.errors import did_you_mean, name_some
 
@@ -105,28 +105,6 @@ USUAL: Mapping[str, tuple[float, float]] = {
 - orthogonality: about the relative error of ‖Qx‖² for a vector x.
 """
 
-_Layer = TypeVar("_Layer")
-
-
-def worst_ends(rows: Iterable[tuple[_Layer, str, float]]) -> Iterator[_Layer]:
-    """Yield the layers with the extreme values of the measures in `WORST`, in the order of `WORST`.
-
-    A layer is yielded once for each measure, even if its value is both the largest and the smallest.
-
-    rows: (layer, measure, value). NaN counts as infinity.
-    """
-    found: dict[str, list[tuple[float, _Layer]]] = {}
-    for layer, measure, value in rows:
-        if measure in WORST and not (measure in _COUNTS and value == 0):
-            found.setdefault(measure, []).append((math.inf if math.isnan(value) else value, layer))
-    for measure, ends in WORST.items():
-        if own := found.get(measure, []):
-            values = [value for value, _ in own]
-            extremes = (max(values) if end == "largest" else min(values) for end in ends)
-            for place in dict.fromkeys(map(values.index, extremes)):
-                yield own[place][1]
-
-
 WATCHED = ("weight_norm", "gradient_norm", "update_ratio", "update_rms", "cosine", "storage_error")
 """Measures of a step, which only a step after `watch_next_step` has."""
 
@@ -212,8 +190,14 @@ class Inspection(Sequence[Measurement]):
         Printed rows have the usual range of their measure (see `USUAL`), and the word `outside` if the value is outside
         of this range. A ratio to a norm of 0 is left out.
         """
-        rows = tuple(worst_ends((row, row.measure, row.value) for row in self.rows if row.defined))
-        return type(self)(rows, judged=True)
+        rows: list[Measurement] = []
+        for measure, ends in WORST.items():
+            own = [row for row in self.rows if row.measure == measure and row.defined]
+            own = [row for row in own if row.value != 0 or measure not in _COUNTS]
+            values = [math.inf if math.isnan(row.value) else row.value for row in own]
+            extremes = (max(values) if end == "largest" else min(values) for end in ends) if own else ()
+            rows += [own[place] for place in dict.fromkeys(map(values.index, extremes))]
+        return type(self)(tuple(rows), judged=True)
 
     def values(self) -> list[float]:
         """Return the value of every measurement, in the order of the table."""

@@ -102,7 +102,9 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
     total, units = sum(kind.total for kind in kinds.values()), _units(kinds.values())
     before = 0.0
     for (path, _), kind in kinds.items() if total else ():
-        done, waves = 0, _waves(recipe.rules()[path], units)
+        # A wave is the refreshes of one step. If several cadences of an update set their number, the least applies.
+        numbers = [cadence.waves(units) for cadence in recipe.rules()[path].cadences().values()]
+        done, waves = 0, min((number for number in numbers if number is not None), default=None)
         for param, keys in kind.blocks:
             spread = (before + kind.cost * (np.arange(done, done + len(keys)) + 0.5)) / total
             phases[param][list(keys)] = spread if waves is None else np.floor(spread * waves + ROUNDED) / waves
@@ -133,18 +135,6 @@ def _kinds(recipe: Recipe, parameters: Collection[ParamKey]) -> dict[tuple[str, 
 def _units(kinds: Collection[_Kind]) -> float:
     costliest = max((kind.cost for kind in kinds), default=0.0)
     return sum(kind.total for kind in kinds) / costliest if costliest else 0.0
-
-
-def _waves(rule: Recipe | Route, units: float) -> int | None:
-    """Return the number of waves into which an update's refreshes are divided, or None if no cadence sets a number.
-
-    A wave consists of the refreshes that are due in one step. If several cadences of the update set a number, the
-    smallest of them is returned.
-
-    units: work of all refreshes in an interval, in units of the costliest one.
-    """
-    waves = (cadence.waves(units) for cadence in rule.cadences().values())
-    return min((count for count in waves if count is not None), default=None)
 
 
 def natural_order(name: str) -> tuple[tuple[str, int], ...]:

@@ -168,10 +168,6 @@ class Constraint(Schedulable, ABC, family="constraint"):
         return moved
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    return x
-
-
 def _dots(x: Tensor, y: Tensor) -> Tensor:
     return x.to(torch.float64, copy=True).mul_(y).flatten(1).sum(1)
 
@@ -323,7 +319,7 @@ class ParameterUpdate:
         updates = self.updates
         before = in_dtypes_of(tensors, updates)
         if not before[0].is_cpu:  # one copy serves all constraints
-            before = over_stacks(_unchanged, before)
+            before = over_stacks(lambda x: x, before)
         context = replace(self.context, lr=self.step_rates.lr, mask=self.mask)
         for constraint, slots in self.constraints:
             updates = constraint.adjust(slots, before, updates, context)
