@@ -232,7 +232,7 @@ class Goal(NamedTuple):
 
 
 _NEAR_BEST = 0.8
-"""Least profile of steps of recipes that count as fast. AdamW has 0.40, and the best recipe 0.95."""
+"""Least profile of steps of recipes that count as fast. AdamW has 0.40, and the best recipe 0.94."""
 _SHOWN = 3
 """Number of recipes that are named for a goal."""
 

@@ -227,7 +227,7 @@ class RMS(Stage):
     v has one number for each entry, or with `per` one for several entries. Then x^2 is replaced by its mean: with `per:
     row` over the last axis, with `per: column` over the last but one, and with `per: block` over all entries of the
     block (Adam-mini, Zhang et al. 2024, arXiv:2406.16793). `per: longest` is `row` for blocks with at least as many
-    rows as columns, and else `column`.
+    rows as columns, and else `column`. `per: longer` is the same, but `block` for blocks with as many rows as columns.
     """
 
     kind: Literal["rms"] = "rms"
@@ -237,11 +237,11 @@ class RMS(Stage):
     eps_on: Literal["corrected", "raw"] = Field(default="corrected", description="which power eps is added to")
     damped: bool = Field(default=True, description="weight of squares: 1 - beta; false: 1, uncorrected")
     source: Literal["gradient", "direction"] = Field(default="gradient", description="tensor that is squared")
-    per: Literal["entry", "row", "column", "longest", "block"] = Field(
+    per: Literal["entry", "row", "column", "longest", "longer", "block"] = Field(
         default="entry",
         description="entries that share one v: one entry, a row, a column or the block; longest: a row if there are at "
-        "least as many rows as columns, else a column; blocks of one axis have one v for each entry, except with "
-        "block",
+        "least as many rows as columns, else a column; longer: the same, but the block for square blocks; blocks of "
+        "one axis have one v for each entry, except with block",
     )
     exponent: Exponents = Field(default=None, description="power e, or one for each order of block; default 1/2")
 
@@ -293,11 +293,14 @@ class RMS(Stage):
         "block", or "entry" if each entry has its own.
 
         This is the field `per`, with "longest" replaced by "row" for blocks with at least as many rows as columns, and
-        else by "column". For a vector the result is "entry", unless `per` is "block".
+        else by "column". "longer" is replaced alike, but by "block" for square blocks. For a vector the result is
+        "entry", unless `per` is "block".
         """
         if len(block) < 2 and self.per != "block":
             return "entry"
-        if self.per == "longest":
+        if self.per == "longer" and block[-2] == block[-1]:
+            return "block"
+        if self.per in ("longest", "longer"):
             return "row" if block[-2] >= block[-1] else "column"
         return self.per
 

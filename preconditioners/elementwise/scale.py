@@ -79,6 +79,7 @@ class Normalize(Stage):
 
     unit_rms:         target = sqrt(number of entries), an update RMS of 1
     unit_norm:        target = 1
+    unit_rows:        target = sqrt(m) for m rows (along the first axis), so that rows have a norm of about 1
     norm_preserving:  target = ||gradient||
 
     If no stage before this one keeps state, gradient and direction are the same tensor, and `norm_preserving` only
@@ -87,7 +88,7 @@ class Normalize(Stage):
     """
 
     kind: Literal["normalize"] = "normalize"
-    rule: Literal["unit_rms", "unit_norm", "norm_preserving"] = Field(
+    rule: Literal["unit_rms", "unit_norm", "unit_rows", "norm_preserving"] = Field(
         default="unit_rms", description="norm of the result"
     )
     factor: float = Field(default=1.0, gt=0, description="multiplies the rule")
@@ -98,7 +99,8 @@ class Normalize(Stage):
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         target = block_norm(gradient)
         if self.rule != "norm_preserving":
-            size = math.sqrt(direction[0].numel()) if self.rule == "unit_rms" else 1.0
+            m, n = matrix_shape(direction.shape[1:])
+            size = math.sqrt({"unit_rms": m * n, "unit_norm": 1, "unit_rows": m}[self.rule])
             target = target.new_full(target.shape, size)
         return direction * per_block(safe_ratio(target, block_norm(direction)).mul_(self.factor), direction)
 

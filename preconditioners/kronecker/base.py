@@ -132,6 +132,8 @@ class Factored(Stage):
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
         x, axes = self.statistic.observed(gradient), self.factor_axes(state.block)
+        if self.statistic.warm_start:
+            self._observe_first(state, x, context)
         if not self.statistic.sequential:
             self._observe(state, x, axes, (), context)
             return
@@ -141,6 +143,19 @@ class Factored(Stage):
                 rows = state if stop - start == len(x) else state.slice_rows(start, stop)
                 self.refresh_axes(rows, (axis,), context.slice_rows(start, stop, first))
                 self.frame_changed(rows, (start, stop), context)
+
+    def _observe_first(self, state: State, x: Tensor, context: StepContext) -> None:
+        """Observe x `[N, *block]` and refresh, for blocks whose first refresh is in this step."""
+        earliest = self.every.first_due(0 if self.cached_traits().lagged else 1)
+        if context.holds(lambda steps: steps == earliest) is False:
+            return
+        axes = self.factor_axes(state.block)
+        for start, stop, first in self.due(context):
+            if first:
+                rows = state if stop - start == len(x) else state.slice_rows(start, stop)
+                own = context.slice_rows(start, stop, first)
+                self._observe(rows, x[start:stop], axes, (), own)
+                self.refresh_axes(rows, axes, own)
 
     def _observe(
         self, state: State, x: Tensor, axes: tuple[int, ...], observed: tuple[int, ...], context: StepContext

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.numerics import per_block, symmetrized, tiny, to_power
+from eigengraft.numerics import block_norm, may_branch_on_values, per_block, symmetrized, tiny, to_power
 from eigengraft.schedules import Schedulable
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
@@ -236,12 +236,21 @@ class Statistic(Schedulable, ABC, family="statistic"):
     With `slow: {beta: b', weight: v}` a second running mean S_k of the same contributions has the decay b', and E_k is
     (1 - v) A_k / c + v S_k / c' in place of A_k / c. c' is computed from b' as c is from b. The K-FAC of the output
     head in modded-nanogpt's track 3 (2026, #341) has two such means.
+
+    With `warm_start` the first contribution O_k that is not 0 gives A_k = O_k + ||O_k||_F / sqrt(d) I, in place of w
+    O_k. At its first refresh, a stage then observes the gradient twice: it computes roots or bases after the first
+    time, and the second contribution is computed from them (Online KL-Shampoo, Tilde 2026).
     """
 
     beta: float = Field(default=0.95, ge=0, le=1, description="decay of the factors, per observation; 1 = sum")
     bias_correction: bool = Field(default=True, description="divide by 1 - beta^t; a sum has no bias")
     damped: bool = Field(default=True, description="contributions have weight 1 - beta; false: weight 1, uncorrected")
     initial: float = Field(default=0.0, ge=0, description="A_k starts as this times the identity")
+    warm_start: bool = Field(
+        default=False,
+        description="A_k starts as its first contribution plus a multiple of the identity, and the gradient of the "
+        "first refresh is observed twice",
+    )
     slow: SlowMean | None = Field(
         default=None, description="a second mean with a slower decay, and its weight in the estimate; null: none"
     )
@@ -295,6 +304,16 @@ class Statistic(Schedulable, ABC, family="statistic"):
             raise ValueError(
                 f"slow: a second mean cannot be combined with {summed}, because factors are sums then; remove slow"
             )
+        if self.warm_start and self.bias_correction:
+            raise ValueError(
+                "warm_start: true cannot be combined with bias_correction true, because the first contribution has "
+                "weight 1 and there is no bias; set bias_correction: false"
+            )
+        if self.warm_start and self.initial:
+            raise ValueError(
+                f"warm_start: true cannot be combined with initial {self.initial}, because factors then start as a "
+                "multiple of the identity; remove one of the two"
+            )
         if self.slow is not None and self.slow.beta <= self.beta:
             raise ValueError(f"slow.beta: must be greater than beta, {self.beta}, got {self.slow.beta}")
         if self.precision != "input" and (self.of_inputs or self.axes.entries == "diagonal"):
@@ -324,7 +343,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
     @final
     def every_gradient(self) -> bool:
         """True if the factors accumulate the gradient of every step with one decay, and nothing else."""
-        return self.source == "gradient" and self.interval == 1 and not self.initial and self.slow is None
+        plain = not self.initial and not self.warm_start and self.slow is None
+        return self.source == "gradient" and self.interval == 1 and plain
 
     @property
     def decay_of_squares(self) -> float | None:
@@ -422,7 +442,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
                 factor = state[name]
                 if self.precision != "input" and factor.ndim == 3:
                     given = given.multiplied()  # the product is computed once, for all means
-                state[name] = self._accumulate(factor, given, decay, now)
+                fresh = ~has_data(factor) if self.warm_start else None
+                factor = self._accumulate(factor, given, decay, now)
+                state[name] = factor if fresh is None else _warm_started(factor, fresh, 1 - decay)
 
     def _accumulate(self, factor: Tensor, contribution: Contribution, decay: float, now: Tensor | None) -> Tensor:
         """Update the factor F in place by  F <- decay * F + weight * scale * y z^T,  and return F.
@@ -488,6 +510,21 @@ class Statistic(Schedulable, ABC, family="statistic"):
         """
         seen = step - behind
         return (torch.div(seen - 1, self.interval, rounding_mode="floor") + 1 + lagged).clamp_min(1)
+
+
+def _warm_started(factor: Tensor, fresh: Tensor, weight: float) -> Tensor:
+    """Turn the first contributions w O of factors into O + ||O||_F / sqrt(d) I, in place. Return the factors.
+
+    factor: factors `[N, d, d]`, or diagonal factors `[N, d]`.
+    fresh: bool `[N]`, True for factors that have only one contribution. The others do not change.
+    weight: w.
+    """
+    if may_branch_on_values(factor) and not fresh.any():
+        return factor
+    factor.mul_(per_block(1 + fresh.to(factor.dtype) * (1 / weight - 1), factor))
+    ridge = torch.where(fresh, block_norm(factor) / math.sqrt(factor.shape[-1]), 0.0)
+    (factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor).add_(ridge[:, None])
+    return factor
 
 
 class Gram(Statistic):

@@ -38,7 +38,6 @@ ROUNDING: dict[str, tuple[float, str]] = {
     "reference/soap": (5e-2, PLACE),
     "schedule_free_adamw": (1e-6, MIXING),
     "shampoo_kl": (1e-6, CHOLESKY),
-    "sinksoap": (1e-6, CHOLESKY),
     "soap": (5e-2, PLACE),
     "soap_4bit": (1e-6, CHOLESKY),
     "soap_factorized": (1e-5, DIAGONAL),

@@ -205,9 +205,9 @@ def test_recipes_by_goal_follow_from_the_laptop_track(recipe_pages: dict[str, st
     chosen, now = {goal.title: goal.recipes for goal in goals()}, measured.track()
     assert measured.goals_table("optimizers/recipe/shipped/{}.yaml".format) in text("README.md")
     run = [name for name in eigengraft.shipped_recipes() if measured.task_scores(name)]
-    costs = [f"{now.costs[measured.COUNTED][name]:.2f}" for name in ("sinksoap", "soap_fitted")]
+    costs = [f"{now.costs[measured.COUNTED][name]:.2f}" for name in ("soap_muon", "soap_fitted")]
     assert re.findall(
-        r"with `sinksoap` takes at least (\S+) .* `soap_fitted` at least (\S+)\stimes", text("README.md")
+        r"with `soap_muon` takes at least (\S+) .* `soap_fitted` at least (\S+)\stimes", text("README.md")
     ) == [tuple(costs)]
     times = (f"{measured.milliseconds('soap_fitted'):.0f}", f"{measured.gpu().milliseconds('soap_fitted'):.0f}")
     said = rf"`soap_fitted`, the computed time .* is (\d+) ms, .* measured on an {measured.gpu().card} is \[(\d+) ms\]"

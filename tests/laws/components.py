@@ -63,6 +63,7 @@ AXES_FAULTS: tuple[tuple[Make, tuple[object, ...]], ...] = (
     ({"oversize": "diagonal", "max_size": 4, "entries": "diagonal"}, ("oversize", "diagonal")),
 )
 
+WARM: Make = {"bias_correction": False, "warm_start": True}
 STATISTICS = (
     Row(
         {"kind": "gram", "beta": 0.9},
@@ -110,8 +111,12 @@ STATISTICS = (
             Fault({"kind": "bregman", "q": -1}, "q", 0),
             Fault({"kind": "bregman", "order": "both"}, "order", "jacobi", "gauss_seidel"),
             Fault({"kind": "bregman", "normalize": "none"}, "first", "identity", "none", "rms"),
+            Fault({"kind": "bregman", "warm_start": True}, "warm_start", "bias_correction", "false"),
+            Fault({"kind": "bregman", **WARM, "initial": 0.5}, "warm_start", "initial", 0.5),
         ),
     ),
+    Row({"kind": "bregman", "beta": 0.9, **WARM}, "warm", degree=lambda order: 2 / order),
+    Row({"kind": "gram", "beta": 0.9, "axes": {"entries": "diagonal"}, **WARM}, "warm diagonal", degree=2),
     Row({"kind": "bregman", "beta": 0.9, "q": 2}, "frobenius", degree=lambda order: 2 / order),
     Row(
         {"kind": "bregman", "beta": 0.9, "q": "1/2", "axes": {"entries": "diagonal"}},

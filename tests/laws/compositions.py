@@ -4,6 +4,7 @@ from .makes import COARSE, EVERY, LATE, MOMENTUM, RMS, SPREAD, basis, shampoo, u
 from .rows import Fault, Make, Row
 
 BREGMAN: Make = {"kind": "bregman", "beta": 0.9}
+WARM: Make = {**BREGMAN, "bias_correction": False, "warm_start": True}
 DIAGONAL: Make = {"kind": "gram", "beta": 0.9, "axes": {"entries": "diagonal"}}
 PROJECTED: Make = {"kind": "projected", "inner": [MOMENTUM, RMS], "rank": 3, "renewal": SPREAD}
 RIGHT: Make = {"kind": "gram", "beta": 0.9, "axes": {"side": "right"}}
@@ -24,6 +25,7 @@ MODES = (
     Row({**RMS, "damped": False, "exponent": {2: "1/4"}}, "undamped", degree=lambda order: 0.5 if order == 2 else 0),
     Row({**MOMENTUM, "beta3": 0.5}, "filtered", degree=1, rotates=True),
     Row({"kind": "normalize", "rule": "unit_norm"}, "unit_norm", degree=0, rotates=True),
+    Row({"kind": "normalize", "rule": "unit_rows"}, "unit_rows", degree=0, rotates=True),
     Row({"kind": "scale", "rule": "inverse_mean"}, "inverse_mean", degree=1, rotates=True),
     Row({"kind": "scale", "rule": "dimensions"}, "dimensions", degree=1, rotates=True),
     Row(
@@ -77,6 +79,10 @@ FACTORED = (
     Row(shampoo(exponent={2: ["1/2", 0], 1: "1/2"}), "one exponent for each axis"),
     Row({"kind": "shampoo", "statistic": {"kind": "bregman"}, "exponent": "1/2"}, "kl as it comes", singular=True),
     Row(basis(MOMENTUM, RMS, statistic=BREGMAN), "kl", degree=0),
+    Row(basis(MOMENTUM, RMS, statistic=WARM), "kl, warm", degree=0),
+    Row(basis(MOMENTUM, RMS, statistic=WARM, statistic_frame="basis"), "kl in the basis, warm", degree=0),
+    Row(shampoo(statistic=WARM, exponent="1/2", refresh=EVERY, solver="cans"), "kl, warm"),
+    Row(shampoo(statistic={**WARM, "order": "gauss_seidel"}, exponent="1/2"), "in turn, warm"),
     Row(basis(MOMENTUM, RMS, statistic={**BREGMAN, "q": 2, "order": "gauss_seidel"}, refresh=SPREAD), "frobenius"),
     Row(
         shampoo(statistic={"kind": "gram", "source": "orthogonalized", "polar": "svd"}),

@@ -181,6 +181,7 @@ STAGES = (
     Row({**RMS, "eps_on": "raw"}, "raw eps", degree=0),
     Row({**RMS, "beta": 1.0}, "sum", degree=0),
     Row({**RMS, "source": "direction", "per": "longest"}, "lanes"),
+    Row({**RMS, "source": "direction", "per": "longer"}, "unequal lanes"),
     Row({"kind": "rms"}, "as it comes"),
     Row(
         {"kind": "adafactor"},

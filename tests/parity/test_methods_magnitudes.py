@@ -183,7 +183,8 @@ def test_rules_of_the_norm(factor: float, shape: tuple[int, ...]) -> None:
     """Of sign(M), M = G a momentum, whose norm is the root of the number of entries. 1e-14: a norm and a product."""
     (g,), *_ = gradients = random_gradients([shape], 1)
     size = math.sqrt(g.numel())
-    for rule, norm in {"unit_rms": size, "unit_norm": 1.0, "norm_preserving": float(g.norm())}.items():
+    norms = {"unit_rms": size, "unit_norm": 1.0, "unit_rows": math.sqrt(len(g)), "norm_preserving": float(g.norm())}
+    for rule, norm in norms.items():
         chain = [{"kind": "heavy_ball", "beta": 0.0}, "sign", {"kind": "normalize", "rule": rule, "factor": factor}]
         (u,) = steps_of(chain, gradients)
         assert torch.allclose(u, g.sign() * (factor * norm / size), rtol=1e-14, atol=0)
