@@ -80,8 +80,9 @@ EXPLODED = 10
 times as much as the median of the other layers.
 """
 EXPLODED_ALONE = 10
-"""If nothing else is wrong with the run, and no update of a layer was as large as its weights, the layer must have
-grown this many times more than `EXPLODED` demands. Layers with small initial weights grow in healthy runs too.
+"""If nothing else is wrong with the run, a layer must have grown this many times more than `EXPLODED` demands, unless
+it had the largest update of all layers relative to its weights, this update was as large as the weights, and updates
+of the other layers were healthy (`HEALTHY_STEP`). Layers with small initial weights grow in healthy runs too.
 """
 RISEN = 0.9
 """A run counts as having got worse if, at the end, its loss has risen again by this fraction of its earlier fall.
@@ -99,8 +100,8 @@ GROWN = 10
 """The learning rate counts as too high if most matrices have grown to this many times their first norm, or times a
 usual norm if the first norm is smaller."""
 CHANCE = 0.01
-"""A validation loss that is never lower than that of a uniform guess by more than this fraction counts as never below
-it, because the loss of a guess varies a little between models."""
+"""Tolerance, as a fraction of the loss of a uniform guess. A validation loss that is never lower than that loss by more
+than this fraction counts as never below it, because the loss of a model that only guesses varies a little."""
 LEAST_RISEN = 0.1
 """A rise of the loss is reported only if the loss fell before by at least this fraction of the first loss. A smaller
 fall may be noise.
@@ -978,8 +979,9 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
     other layers. Yields nothing if there is no such layer. Growth is measured from a layer's first norm, or from a
     usual norm if the first norm is smaller.
 
-    sick: True if another check found a fault. If False, and no update of the layer was as large as its weights, the
-        layer must have grown EXPLODED_ALONE times more than otherwise, because layers also grow in healthy runs.
+    sick: True if another check found a fault. If False, the layer must have grown EXPLODED_ALONE times more than
+        otherwise, because layers also grow in healthy runs. An update as large as the layer's weights, the largest of
+        all layers, lifts this demand if updates of the other layers were healthy.
     """
     fastest, peak, typical = record.peak
     rows = [row for row in record.run.rows if row.get("weight_growth_largest_layer")]
@@ -1188,8 +1190,8 @@ def _learned_poorly(record: Record, start: FirstBatch) -> bool:
 def _generalization(record: Record) -> Iterator[Finding]:
     """Yield the finding about a validation loss that got worse while the training loss fell.
 
-    Either it rose after its best evaluation, or it was never below the loss of a uniform guess and ended above it. In
-    the second case a small fall of the training loss is enough if the validation loss did not fall.
+    Either the validation loss rose after its best evaluation, or it was never below the loss of a uniform guess and
+    ended above it. In the second case a small fall of the training loss is enough if the validation loss did not fall.
     """
     rows = [row for row in record.run.rows if row.get("loss") is not None]
     evaluations, first = record.numbers("val_loss"), record.first_loss

@@ -41,7 +41,8 @@ def override_argument(text: str) -> Any:
 def _all_have_effect(overrides: list[str] | None) -> list[str] | None:
     for first, second in combinations(overrides or (), 2):
         path, later = _path(first), _path(second)
-        # The later one names the field, a field that contains it, or the `kind` of a component that contains it.
+        # `second` replaces the value if it names the same field, a field that contains it, or the `kind` of a component
+        # that contains it.
         if "=" in first and (path == later or path.startswith(f"{later.removesuffix('.kind')}.")):
             remedy = "remove one of the two" if path == later else f"put '{second}' before it"
             raise RecipeError(f"override '{first}': has no effect, as '{second}' replaces it; {remedy}")

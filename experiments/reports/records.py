@@ -466,7 +466,7 @@ class Records:
         )
 
     def search(self, labels: Mapping[str, str]) -> TunedCell | None:
-        """Return the result of the search for the runs with these labels, None if nothing was tuned."""
+        """Return the result of the search that tuned the runs with these labels, or None if nothing was tuned."""
         return next((one for one in self.tuned if one.cell == cell_name(labels)), None)
 
     def rate_edge(self, labels: Mapping[str, str]) -> str:

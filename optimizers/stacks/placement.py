@@ -102,7 +102,8 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
     total, units = sum(kind.total for kind in kinds.values()), _units(kinds.values())
     before = 0.0
     for (path, _), kind in kinds.items() if total else ():
-        # A wave is the refreshes of one step. If several cadences of an update set their number, the least applies.
+        # A wave is the set of refreshes of one step. If several cadences of an update set a number of waves, the
+        # smallest number applies.
         numbers = [cadence.waves(units) for cadence in recipe.rules()[path].cadences().values()]
         done, waves = 0, min((number for number in numbers if number is not None), default=None)
         for param, keys in kind.blocks:

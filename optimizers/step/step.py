@@ -499,7 +499,7 @@ def prepare(
         (`ParamSet.launch_early`). If that step updates all parameters, its inputs are None.
     """
     checks = [(param_set, param_set.check_gradients(hypers, loss_scale, only)) for param_set in param_sets]
-    read = copy_answers([check for _, check in checks])  # before the launch, so that the host does not wait for that
+    read = copy_answers([check for _, check in checks])  # begun first: the host must not wait for the launched step
     launched = early and len(checks) == 1 and checks[0][0].launch_early(checks[0][1])
     answers = read()
     complete = launched and all(answers[0])

@@ -293,8 +293,8 @@ class RMS(Stage):
         "block", or "entry" if each entry has its own.
 
         This is the field `per`, with "longest" replaced by "row" for blocks with at least as many rows as columns, and
-        else by "column". "longer" is replaced alike, but by "block" for square blocks. For a vector the result is
-        "entry", unless `per` is "block".
+        else by "column". "longer" is replaced in the same way, but by "block" for square blocks. For a vector the
+        result is "entry", unless `per` is "block".
         """
         if len(block) < 2 and self.per != "block":
             return "entry"

@@ -237,9 +237,10 @@ class Statistic(Schedulable, ABC, family="statistic"):
     (1 - v) A_k / c + v S_k / c' in place of A_k / c. c' is computed from b' as c is from b. The K-FAC of the output
     head in modded-nanogpt's track 3 (2026, #341) has two such means.
 
-    With `warm_start` the first contribution O_k that is not 0 gives A_k = O_k + ||O_k||_F / sqrt(d) I, in place of w
-    O_k. At its first refresh, a stage then observes the gradient twice: it computes roots or bases after the first
-    time, and the second contribution is computed from them (Online KL-Shampoo, Tilde 2026).
+    With `warm_start`, the first contribution O_k that is not 0 gives A_k = O_k + (||O_k||_F / sqrt(d)) I in place of
+    w O_k. At its first refresh, a stage then observes the gradient twice. It computes roots or bases after the first
+    observation, so that a contribution that depends on them is computed from them in the second observation (Online
+    KL-Shampoo, Tilde 2026).
     """
 
     beta: float = Field(default=0.95, ge=0, le=1, description="decay of the factors, per observation; 1 = sum")
@@ -311,8 +312,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
             )
         if self.warm_start and self.initial:
             raise ValueError(
-                f"warm_start: true cannot be combined with initial {self.initial}, because factors then start as a "
-                "multiple of the identity; remove one of the two"
+                f"warm_start: true cannot be combined with initial {self.initial}, because `initial` starts factors as "
+                "a multiple of the identity, and `warm_start` at their first contribution; remove one of the two"
             )
         if self.slow is not None and self.slow.beta <= self.beta:
             raise ValueError(f"slow.beta: must be greater than beta, {self.beta}, got {self.slow.beta}")

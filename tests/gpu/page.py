@@ -58,8 +58,9 @@ STEPS = """Milliseconds of a step on the parameters of GPT-2 small in float32, w
 - *kernels*: the number of kernels of a step. *ms of kernels*: the milliseconds in which they run, without the gaps
   between them. Of three steps, the one with the fewest kernels counts. SOAP and Shampoo refresh some of their blocks
   in every step.
-- *waits*: how often the host waits for the device in the step with the fewest waits. Counted are waits that torch's
-  synchronization debug mode reports, and waits for events. *most*: the same in the step with the most waits."""
+- *waits*: how often the host waits for the device in the step with the fewest waits. The number includes waits that
+  torch's synchronization debug mode reports, and waits for CUDA events. *most*: the same in the step with the most
+  waits."""
 TRAINING = """Milliseconds of a training step of GPT-2 small: the mean of 20 steps on 16 sequences of 1024 tokens. The
 model computes in bfloat16 by autocast, products of float32 are in TF32, and refreshes are due every 10 steps.
 

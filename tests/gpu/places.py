@@ -63,8 +63,11 @@ MANY = 10
 
 @contextmanager
 def waits() -> Iterator[RealWaits]:
-    """Count how often the host waits for the device: by torch's synchronization debug mode, and for events that were
-    recorded in the same block. An event that was recorded before counts as reached.
+    """Count how often the host waits for the device inside the `with` block.
+
+    The count includes waits that torch's synchronization debug mode reports, and waits for events that were recorded
+    inside the `with` block. A wait for an event that was recorded earlier is not counted, because the event counts as
+    reached.
     """
     found, new = RealWaits(), list[torch.cuda.Event]()
     record, wait = torch.cuda.Event.record, torch.cuda.Event.synchronize

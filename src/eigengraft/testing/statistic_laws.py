@@ -211,7 +211,8 @@ def factors_are_symmetric_and_semidefinite(case: StatisticCase) -> None:
 
 def permuting_entries_along_an_axis_permutes_its_factor(case: StatisticCase) -> None:
     """If the entries of all gradients are permuted along an axis, the rows and columns of the factor of this axis are
-    permuted, and nothing else changes. Tolerance 1e-6, for powers of factors that are nearly singular.
+    permuted in the same way, and this factor does not change otherwise. The tolerance is 1e-6, because factors may be
+    computed from powers of nearly singular factors.
     """
     for block in case.tried:
         given = case.given(block)
