@@ -629,9 +629,13 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
         found += _generalization(record)
     if not any(one.kind == "failed root" for one in found):
         found += _failed_roots(record)
-    return Diagnosis(
-        record.run.directory, tuple(_explained(record, one) for one in found), tuple(notes), record.unfinished
-    )
+    explained = [_explained(record, one) for one in found]
+    if found and found[0].kind == "exploding layer" and _route(record, found[0].layer):
+        after = f"see {found[0].layer} above; only if the loss then still does not fall, "
+        explained = [
+            replace(one, remedy=f"{after}{one.remedy}") if one.kind == "learning rate" else one for one in explained
+        ]
+    return Diagnosis(record.run.directory, tuple(explained), tuple(notes), record.unfinished)
 
 
 def _has_other_cause(record: Record, found: Finding, kinds: set[FindingKind]) -> bool:

@@ -88,6 +88,8 @@ class Optimizer(ComposedOptimizer):
     """True from `fused=True` until `_warn_of_fused` has checked which parameters no fused kernel updates."""
     _warned_of_peak = False
     """True after the warning that the peak of the learning rate rose."""
+    _warned_of_no_gradient = False
+    """True after the warning that no parameter had a gradient."""
     _step_supports_amp_scaling = True
     """Attribute of torch's protocol with `GradScaler`. True: the scaler does not wait for the device. It sets
     `found_inf` and `grad_scale` on the optimizer, and the step uses both."""
@@ -280,6 +282,8 @@ class Optimizer(ComposedOptimizer):
         begun = None if self.released is None else self.released.finish()
         if self._model is not None and begun is None and [p for p in parameters if p.grad is None and p.requires_grad]:
             self._model.check(self.param_groups)
+        if not self._warned_of_no_gradient and self.released is None:
+            self._warn_of_no_gradient(parameters)
         hypers, taken = (self.begin_step(), None) if begun is None else begun
         if taken is not None:
             self.param_sets.begin_step(self.state, taken)
@@ -390,6 +394,15 @@ class Optimizer(ComposedOptimizer):
             warn_user(
                 f"{self.param_sets.follows_peak}: it is relative to the peak of the learning rate, which rose from "
                 f"{known:g} to {hyper.peak_lr:g}; set 'peak_lr' of the param group to the largest lr of the run"
+            )
+
+    def _warn_of_no_gradient(self, parameters: Sequence[Tensor]) -> None:
+        """Warn, once, if no parameter of this process has a gradient. The first parameter with one ends the search."""
+        if parameters and all(parameter.grad is None for parameter in parameters):
+            self._warned_of_no_gradient = True
+            warn_user(
+                "step: no parameter has a gradient, so this step changes nothing; call backward() before step(), and "
+                "zero_grad() after it. Further such steps give no warning"
             )
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:

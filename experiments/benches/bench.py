@@ -18,7 +18,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar,
 import torch
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
-from torch.utils.benchmark import Timer
 
 from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError
@@ -325,6 +324,8 @@ class Bench(Component, ABC, family="bench"):
 
         The first call is not timed. The calls after it are repeated for at least `seconds`.
         """
+        from torch.utils.benchmark import Timer  # imports torch's builder of C++ extensions, which takes seconds
+
         work()
         timer = Timer("work()", globals={"work": work}, num_threads=self.threads)
         return 1e3 * timer.blocked_autorange(min_run_time=self.seconds).median

@@ -5,12 +5,13 @@ The commands `list`, `show` and `diff` print it.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -50,7 +51,8 @@ state     bytes per parameter of GPT-2 small in float32
 >= ms     milliseconds of the optimizer in a step of GPT-2 small on one H100, a counted lower bound
 measured  milliseconds of the same step on one {timed_card()}; -: not measured
 profile   score of steps on five small tasks, the laptop track, 1 for the fewest; -: not run
-`eigengraft list recipes WORDS` finds words of names, texts, headings and goals.
+`eigengraft list recipes WORDS` finds words of names, texts, headings and goals; with `--sort steps`,
+`time`, `state` or `ms` it prints one table, the best recipe first.
 `eigengraft list goals` says which to use for few steps, little time or little memory, and
 `eigengraft show RECIPE` prints one.
 """
@@ -72,6 +74,14 @@ def list_command(
     ] = None,
     words: Annotated[list[str] | None, typer.Argument(help="print only entries that contain all these words")] = None,
     imports: Imports = None,
+    sort: Annotated[
+        Literal["steps", "time", "state", "ms"] | None,
+        typer.Option(
+            help="print recipes in one table, the best first: by profile of steps or time, bytes of state, or measured "
+            "milliseconds",
+            show_default="groups",
+        ),
+    ] = None,
 ) -> None:
     """List recipes by goal, all recipes, signals, families of parts, or members of a family; or search in all."""
     from eigengraft.optimizers.recipe.loading import shipped_recipes
@@ -91,11 +101,13 @@ def list_command(
     lists: dict[str, list[tuple[str, ...]]] = {
         EVERY_FAMILY: [*about.items()],
         BY_GOAL: by_goal,
-        RECIPES: [_recipe_row(name) for name in shipped_recipes()],
+        RECIPES: [_recipe_row(name, sort) for name in sorted(shipped_recipes(), key=_order(sort))],
         SIGNALS: [(name, one.about, one.extent, one.by) for name, one in sorted(known_signals().items())],
         **{name: [(k, _about(m)) for k, m in sorted(own.members.items())] for name, own in sorted(registered.items())},
     }
     what = EVERY_FAMILY if what is None else _in_either_number(what, lists)
+    if sort is not None and what != RECIPES:
+        raise ValueError(f"--sort {sort}: it sorts recipes only; write `eigengraft list {RECIPES} --sort {sort}`")
     sought = [word.lower() for word in (*((what,) if what not in lists else ()), *(words or ()))]
     chosen = {what: lists[what]} if what in lists else lists
     found = {
@@ -111,10 +123,10 @@ def list_command(
             heads = {
                 EVERY_FAMILY: ("family", "members"),
                 BY_GOAL: ("goal", "recipes (profiles and numbers)", "chosen by"),
-                RECIPES: _RECIPE_HEADS,
+                RECIPES: (*_RECIPE_HEADS[:-1], "time") if sort == "time" else _RECIPE_HEADS,
                 SIGNALS: ("signal", "about", "extent", "provided by"),
             }
-            _print_entries(heads.get(name, (name, "about")), rows, _HEADINGS.get(name, ()))
+            _print_entries(heads.get(name, (name, "about")), rows, () if sort else _HEADINGS.get(name, ()))
     if what in _NOTES:
         typer.echo(f"\n{_NOTES[what]}")
 
@@ -145,8 +157,9 @@ def _nothing_found(what: str, sought: Sequence[str], lists: Iterable[str]) -> Va
     place = f"of the list '{what}'" if what in lists else "of any list"
     missing = f"list: no entry {place} contains {' and '.join(map(repr, sought))}"
     if what not in lists:
-        hint = did_you_mean(what, lists)
-        return ValueError(f"{missing}{hint}; search for fewer words (lists: {', '.join(lists)}); {OF_FILES}")
+        if hint := did_you_mean(what, lists):
+            return ValueError(f"{missing}{hint} {OF_FILES}")
+        return ValueError(f"{missing}; search for fewer words (lists: {', '.join(lists)}); {OF_FILES}")
     titles = [one.title for one in _HEADINGS.get(what, ())]
     titles += [goal.title for goal in goals() if what == RECIPES]
     kinds = "its headings and goals" if what == RECIPES else "its headings"
@@ -160,12 +173,32 @@ _SHORT = 68
 _RECIPE_HEADS = ("recipe", "about", "lr", "state", ">= ms", "measured", "profile")
 
 
-def _recipe_row(name: str) -> tuple[str, ...]:
-    """Return the row of a shipped recipe, with the columns `_RECIPE_HEADS`."""
+def _order(sort: str | None) -> Callable[[str], Any]:
+    """Return the key by which names of recipes are sorted, the best first. Recipes without the number come last.
+
+    sort: `steps` or `time` for the profiles, `state` for bytes, `ms` for the measured time of a step. None: all keys
+        are equal, so that the order does not change.
+    """
+
+    def key(name: str) -> float:
+        own = recipe_numbers()[name]
+        profile = own.time if sort == "time" else own.steps
+        number = {"state": own.state, "ms": own.measured}.get(str(sort), None if profile is None else -profile)
+        return 0.0 if sort is None else math.inf if number is None else number
+
+    return key
+
+
+def _recipe_row(name: str, sort: str | None = None) -> tuple[str, ...]:
+    """Return the row of a shipped recipe, with the columns `_RECIPE_HEADS`.
+
+    sort: `time` for the profile of time in place of that of steps.
+    """
     from eigengraft.optimizers.recipe.loading import raw_recipe
 
     recipe, own = raw_recipe(name), recipe_numbers()[name]
-    profile = "-" if own.steps is None else f"{own.steps:.2f}"
+    score = own.time if sort == "time" else own.steps
+    profile = "-" if score is None else f"{score:.2f}"
     measured = "-" if own.measured is None else f"{own.measured:.3g}"
     about, lr = recipe.get("about") or "", recipe.get("lr")
     numbers = (f"{own.state:.2f}", f"{own.counted:.3g}", measured, profile)
@@ -351,7 +384,7 @@ def _registered() -> dict[str, type[Component]]:
 def _print_entries(head: Sequence[str], rows: Iterable[Sequence[str]], purposes: Sequence[Purpose] = ()) -> None:
     """Print a table of rows, each of which begins with a name. If there are purposes, print a table for each."""
     by_name = {row[0]: row for row in rows}
-    numbers = len(head) - 2 if head == _RECIPE_HEADS else 0
+    numbers = len(head) - 2 if head[:2] == _RECIPE_HEADS[:2] else 0
     for purpose, names in by_purpose(purposes, by_name):
         if purposes:
             typer.echo(f"\n{typer.style(purpose.title, bold=True)}  {typer.style(purpose.when, italic=True)}")

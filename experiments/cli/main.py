@@ -207,6 +207,11 @@ def show_command(
 
     from ..training.experiment import load_experiment
 
+    if other := next((override for override in overrides or () if override in shipped_recipes()), None):
+        raise ValueError(
+            f"show {source}: one recipe is printed, got '{other}' too; `eigengraft diff {source} {other}` prints the "
+            "fields in which they differ"
+        )
     path = Path(source)
     if not path.is_file() and source not in shipped_recipes():
         if kinds := catalog.find_kinds(source):

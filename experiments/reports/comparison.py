@@ -85,11 +85,16 @@ class ComparisonRow:
         return {run.seed: rise for run in self.runs if run.result and (rise := run.rise(self.metric)) is not None}
 
     @property
-    def best_evaluation(self) -> tuple[Summary, float] | None:
-        """Summary of the best evaluation of each ended run, and the mean of their steps; None without an evaluation."""
+    def best_evaluation(self) -> tuple[Summary, str] | None:
+        """Summary of the best evaluation of each ended run, and a text with the first and the last of their steps; None
+        without an evaluation.
+        """
         found = [best for run in self.runs if run.result and (best := run.best(self.metric)) is not None]
         summary = summarize([value for _, value in found])
-        return None if summary is None else (summary, fmean(step for step, _ in found))
+        if summary is None:
+            return None
+        first, last = min(step for step, _ in found), max(step for step, _ in found)
+        return summary, f"at step {last:.0f}" if first == last else f"at steps {first:.0f} to {last:.0f}"
 
     @cached_property
     def difference(self) -> Paired | None:

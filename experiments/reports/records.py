@@ -524,7 +524,23 @@ def read_records(
     records = _of_study(manifest, directory) if manifest else _joint(directory)
     if baseline is not None:
         records = _compared_with(records, baseline)
-    return _renamed(_selected(records, only), labels or {})
+    records = _selected(records, only)
+    return _renamed(records, {**_recipe_names(records), **(labels or {})})
+
+
+def _recipe_names(records: Records) -> dict[str, str]:
+    """Return the recipes' names of runs that `RunLog` has logged, by label of the run. The label is a path of a folder.
+
+    A name is left out if runs of several labels have it, if runs of its label have several, or if it is a label.
+    """
+    names: dict[str, set[str]] = {}
+    for run in (run for run in records.runs if "run" in run.labels):
+        logged = run.environment and "data" not in run.provenance
+        name = run.config.get("recipe", {}).get("name") if logged else None
+        names.setdefault(run.labels["run"], set()).add(name or "")
+    counts = Counter(name for own in names.values() for name in own)
+    found = {label: name for label, own in names.items() for name in own if len(own) == 1 and counts[name] == 1}
+    return {label: name for label, name in found.items() if name and name not in names}
 
 
 def _compared_with(records: Records, baseline: str) -> Records:

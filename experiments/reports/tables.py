@@ -37,8 +37,8 @@ def sentences(panel: ComparisonPanel) -> Iterator[str]:
         yield f"{extreme} final {panel.metric.title}: {best.title}, {format_summary(best.final, form)}."
     if panel.risen:
         found = [(row.best_evaluation, row) for row in panel.rows if row.ended and row.best_evaluation]
-        (value, step), row = min(found, key=lambda pair: panel.metric.sign * pair[0][0].mean)
-        yield f"{extreme} best evaluation: {row.title}, {format_summary(value, form)} at step {step:.0f}."
+        (value, where), row = min(found, key=lambda pair: panel.metric.sign * pair[0][0].mean)
+        yield f"{extreme} best evaluation: {row.title}, {format_summary(value, form)} {where}."
     if edges := [f"{row.title} ({row.edge})" for row in panel.rows if row.edge]:
         yield f"At an end of the numbers that were tried: {', '.join(edges)}; a better number may lie beyond it."
     other = panel.second if best is base else best
@@ -149,9 +149,9 @@ def rise_notice(panel: ComparisonPanel) -> str:
 
 
 def format_best(row: ComparisonRow, form: str) -> tuple[str, str]:
-    """Return two texts: mean and spread of the best evaluation of each run, and the mean of their steps."""
+    """Return two texts: mean and spread of the best evaluation of each run, and the range of their steps."""
     best = row.best_evaluation
-    return (_NONE, "") if best is None else (format_summary(best[0], form), f"at step {best[1]:.0f}")
+    return (_NONE, "") if best is None else (format_summary(best[0], form), best[1])
 
 
 def format_reached(row: ComparisonRow, along: Abscissa) -> tuple[str, str]:

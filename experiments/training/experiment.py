@@ -85,7 +85,9 @@ class Experiment(Component):
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the initial weights and of the order of the data")
     grad_clip: float | None = Field(default=None, gt=0, description="largest norm of the gradient; none: no limit")
     accumulate: int | None = Field(
-        default=None, ge=2, description="number of parts of every batch, whose gradients are summed; none: one part"
+        default=None,
+        ge=2,
+        description="number of parts of every batch, whose gradients are averaged over all targets; none: one part",
     )
     precision: Autocast | None = Field(
         default=None,

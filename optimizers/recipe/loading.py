@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from eigengraft.component import Component, as_declared, plain, stage_name, validated
+from eigengraft.component import Component, as_declared, plain, short, stage_name, validated
 from eigengraft.errors import RecipeError, did_you_mean, near_names, near_path
 from eigengraft.preconditioners import Stage
 from eigengraft.slots import dotted
@@ -223,11 +223,11 @@ def _named(text: str, folder: Path | None, derived: tuple[str, ...]) -> dict[str
         except RecipeError as error:
             raise RecipeError(f"in {path}:\n{error}") from None
     near = near_names(text.lower(), shipped(), 0.5)[:5]
-    listed = ", ".join(near) if near else ", ".join(name for name in sorted(shipped()) if "/" not in name)
+    listed = f"similar shipped recipes: {', '.join(near)}; " if near else ""
     raise RecipeError(
         f"recipe '{text}': there is no shipped recipe of that name, and it is not the path of a .yaml file"
         f"{did_you_mean(text, near, first=near)} "
-        f"({'similar ' if near else ''}shipped recipes: {listed}; eigengraft.shipped_recipes() returns all)"
+        f"({listed}`eigengraft list recipes` prints all, and eigengraft.shipped_recipes() returns their names)"
     )
 
 
@@ -306,8 +306,15 @@ def parse_yaml(text: str, source: str = "value") -> Any:
         elif "\\t" in problem:
             remedy = "; YAML is indented with spaces, not with tabs"
         elif twice := re.match(r'found duplicate key "(.*?)"', problem):
-            problem = f"the key '{twice[1]}' is given twice; remove one of the two"
-        where = f", {_place(mark)}" if mark is not None else ""
+            problem, remedy = f"the key '{twice[1]}' is given twice", "; remove one of the two"
+        elif problem == "mapping values are not allowed here":
+            remedy = (
+                "; this ': ' would begin a mapping inside a value: write each key in a line of its own, indent the "
+                "keys of a mapping equally, and put a text with ': ' in quotes"
+            )
+        where, lines = "" if mark is None else f", {_place(mark)}", text.splitlines()
+        if mark is not None and len(lines) > 1 and mark.line < len(lines):
+            problem += f", in the line {short(lines[mark.line].strip())}"
         raise RecipeError(f"{source}{where}: {problem}{remedy}") from None
     except YAMLError as error:
         raise RecipeError(f"{source}: malformed YAML ({error})") from None

@@ -166,6 +166,10 @@ class UpdateRule(Component):
 class Route(UpdateRule):
     """An update rule for the parameters that match a condition, in place of the recipe's own rule."""
 
+    if_missing: ClassVar[Mapping[str, str]] = {
+        "update": "a route does not inherit the `update` of its recipe; repeat it, in YAML by an anchor: `update: "
+        "&main [...]` in the recipe and `update: *main` in the route (`eigengraft show RECIPE` prints a shipped one)",
+    }
     name: PathName = Field(examples=["gates"], description="name of the route in paths")
     match: Match = Field(default=Match(), description="conditions on a parameter; default: every parameter")
     lr_multiplier: float = Field(default=1.0, ge=0, description="factor on the group's learning rate")

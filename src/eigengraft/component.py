@@ -120,6 +120,7 @@ _HIDDEN = frozenset(dir(BaseModel)) | {
     "members",
     "family_name",
     "elsewhere",
+    "if_missing",
     "kind_advice",
     "number",
     "_pydantic_signature",
@@ -159,6 +160,8 @@ class Component(BaseModel, metaclass=ComponentType):
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """For errors: {name of a field: advice} for fields that users look for in this component although they belong
     elsewhere. The key "." has the advice for any unknown field whose name is a dotted path."""
+    if_missing: ClassVar[Mapping[str, str]] = {}
+    """For errors: {name of a required field: advice} for fields that users expect to be inherited."""
 
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -657,6 +660,7 @@ def with_nearest(cls: type[Component], error: ValidationError) -> ValidationErro
     """Return the error with advice added to its messages.
 
     For an unknown field, the advice is the place where the field belongs, or the known field that is probably meant.
+    For a missing field, it is that of `if_missing`.
     For a value that is not a mapping from fields to values, the advice is the names of all fields.
 
     cls: the component that refused the value.
@@ -666,6 +670,8 @@ def with_nearest(cls: type[Component], error: ValidationError) -> ValidationErro
         kind, message = fault["type"], fault["msg"]
         if kind == "model_type" and not fault["loc"]:
             kind, message = "fields_required", f"{_REQUIRED[kind]}; the fields are {', '.join(_field_names(cls))}"
+        if kind == "missing" and (remedy := cls.if_missing.get(str(fault["loc"][0]))):
+            kind, message = "field_required", f"required, got nothing; {remedy}"
         if kind == "extra_forbidden" and len(fault["loc"]) == 1:
             kind, message = "unknown_field", f"unknown field{_advice(cls, str(fault['loc'][0]))}"
         details.append({"type": PydanticCustomError(kind, message), "loc": fault["loc"], "input": fault["input"]})

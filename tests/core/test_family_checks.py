@@ -360,6 +360,12 @@ def counted(x: Tensor, axis: int, context: StepContext) -> Contribution:
     return gram(x * len(CALLS), axis)
 
 
+def rounded(x: Tensor, axis: int, context: StepContext) -> Contribution:
+    """As a sum whose order differs between calls."""
+    CALLS.append(1)
+    return gram(x * (1 + 2**-46 * len(CALLS)), axis)
+
+
 STATISTIC: dict[str, Callable[[Tensor, int, StepContext], Any]] = {
     "sound": lambda x, axis, c: gram(x, axis),
     "the unfolding alone": lambda x, axis, c: Contribution(unfolded(x, axis)),
@@ -369,6 +375,7 @@ STATISTIC: dict[str, Callable[[Tensor, int, StepContext], Any]] = {
     "scale of a shape": lambda x, axis, c: gram(x, axis)._replace(scale=x.new_ones(len(x), 1, 1)),
     "in place": lambda x, axis, c: gram(x.mul_(2.0), axis),
     "over the stack": lambda x, axis, c: gram(x / x.norm(), axis),
+    "over the stack, in another order": lambda x, axis, c: rounded(x / x.norm(), axis, c),
     "a global draw": lambda x, axis, c: gram(x * torch.rand_like(x), axis),
     "own generator": lambda x, axis, c: gram(x * seeded(x), axis),
     "negative": lambda x, axis, c: gram(x, axis)._replace(scale=-1.0),
@@ -409,6 +416,7 @@ class WrongStatistic(Statistic):
         ("item", (HERE, "_local_scalar_dense")),
         ("a count", ("memory",)),
         ("a plain reshape", ("axis 1", "permuted", "movedim(axis + 1, 1)")),
+        ("over the stack, in another order", ("linalg_vector_norm", HERE, "law: factors of a stack")),
     ],
 )
 def test_mistakes_in_statistics(fault: str, says: tuple[object, ...]) -> None:

@@ -656,6 +656,7 @@ WRONG = {
             "line 4",
         ),
     ),
+    "two keys in a line": (["train", "keys.yaml"], ("keys.yaml", "line 2", "'recipe: soap lr: 3'", "line of its own")),
     "empty file": (["train", "empty.yaml"], ("empty.yaml", "task", "recipe")),
     "a list": (["train", "list.yaml"], ("list.yaml", "task", "recipe")),
     "no task": (["train", "part.yaml"], ("part.yaml", "task")),
@@ -718,6 +719,9 @@ WRONG = {
     "show an unknown kind": (["show", "mystage"], ("'mystage'", "--import FILE.py", "eigengraft list")),
     "show an unknown kind of a family": (["show", "stage.mementum"], ("stage.mementum", "momentum")),
     "show on an unknown task": (["show", "soap_fitted", "--task", "word_lm"], ("word_lm", "byte_lm")),
+    "show two recipes": (["show", "soap", "muon"], ("'muon'", "eigengraft diff soap muon")),
+    "list with a typing error": (["list", "recipies"], ("did you mean 'recipes'?",)),
+    "sort another list": (["list", "goals", "--sort", "ms"], ("--sort ms", "list recipes --sort ms")),
     "unknown schema": (["schema", "recipes"], ("recipes", "recipe", "experiment", "study")),
     "unknown command": (["trian", "exp.yaml"], ("trian", "train")),
     "unknown option": (["train", "exp.yaml", "--lr", "3"], ("--lr",)),
@@ -737,6 +741,7 @@ def prepare_study(run: Path) -> None:
     """Everything that the wrong commands name."""
     for name, text in {
         "broken.yaml": "task: digits\nrecipe: soap\nschedule: {kind: cosine\nsteps: 3\n",
+        "keys.yaml": "task: digits\nrecipe: soap lr: 3\n",
         "empty.yaml": "",
         "list.yaml": "- task\n",
         "part.yaml": "recipe: soap_fitted\n",
@@ -796,6 +801,8 @@ for arguments in (["--version"], ["--help"], *([name, "--help"] for name in name
     assert "torch" not in sys.modules, arguments
 report = runner.invoke(app, ["report", sys.argv[1]])
 assert report.exit_code == 0 and "torch" not in sys.modules, report.output
+assert runner.invoke(app, ["list", "goals"]).exit_code == 0
+assert "torch.utils.cpp_extension" not in sys.modules
 print(*names)
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
@@ -854,6 +861,12 @@ finally:
 def test_recipes_are_found_by_a_part_of_their_goal() -> None:
     said = invoke(["list", "recipes", "fine-tun"]).output
     assert all(name in said for name in ("adamw", "lora_rite", "lora_muon"))
+
+
+@pytest.mark.parametrize(("key", "first"), [("steps", "sinksoap"), ("state", "adafactor"), ("ms", "adamw")])
+def test_sorted_recipes_are_one_table_with_the_best_first(key: str, first: str) -> None:
+    lines = [line for line in succeeds("list", "recipes", "--sort", key).splitlines() if line.strip()]
+    assert lines[0].split()[0] == "recipe" and lines[2].split()[0] == first
 
 
 def test_a_command_names_the_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,17 @@ def test_the_doctor_reads_the_losses_of_such_runs_and_names_the_checks_that_it_c
     assert "layers" in note and "recipe.update" not in note and f"{len(losses)} rows" in note
 
 
+def test_a_report_names_runs_by_their_recipes_if_these_differ(tmp_path: Path) -> None:
+    for folder, recipe in {"a": "torch adamw", "b/seed-0": "mine", "b/seed-1": "mine", "c": "old", "d": "old"}.items():
+        with RunLog(tmp_path / folder, "my text", 2, recipe=recipe) as log:
+            log.row(1, 2.0)
+            log.row(2, 1.0)
+    report = Report(tmp_path, baseline="a", labels={"d": "other"})
+    (panel,) = report.panels
+    assert [row.label for row in panel.rows] == ["torch adamw", "mine", "c", "other"]
+    assert panel.baseline is not None and panel.baseline.label == "torch adamw"
+
+
 def test_a_loss_that_is_not_finite_is_forgotten_when_its_step_is_logged_again(tmp_path: Path) -> None:
     log = RunLog(tmp_path, "my text", 4)
     for step, loss in enumerate([2.0, 1.9, N], start=1):

@@ -200,4 +200,9 @@ RECIPES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("{base: adamw, lr_scale: spectral}", ("lr_scale", "width_scaling")),
     ("{base: soap, set: {update.eigenbasis.refresh.at_once: 1}}", ("refresh.at_once", "min_wave_work")),
     ("{base: soap, set: {blocking.keep_axes: 2}}", ("blocking.keep_axes", "min_axes")),
+    ("{base: qqqq}", ("base", "qqqq", "eigengraft list recipes")),
+    (
+        "{update: sign, routes: [{name: a, lr_multiplier: 3}]}",
+        ("routes.a.update", "does not inherit", "update: *main"),
+    ),
 )

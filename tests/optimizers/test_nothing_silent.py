@@ -368,6 +368,7 @@ def test_options_of_compose_alone_are_named() -> None:
 
 def test_an_option_put_into_a_group_by_hand_is_said_and_other_keys_are_not() -> None:
     model = nn.Linear(2, 2)
+    model.weight.grad = torch.ones(2, 2)
     optimizer = compose("sgd", model)
     optimizer.param_groups[0]["mine"] = 1
     with warnings.catch_warnings():
@@ -379,7 +380,9 @@ def test_an_option_put_into_a_group_by_hand_is_said_and_other_keys_are_not() -> 
 
 
 def test_a_field_of_a_stage_put_into_a_group_by_hand_is_said_with_its_path() -> None:
-    optimizer = compose("adamw", nn.Linear(2, 2))
+    model = nn.Linear(2, 2)
+    model.weight.grad = torch.ones(2, 2)
+    optimizer = compose("adamw", model)
     optimizer.param_groups[0]["solver"] = "eigh"  # no stage of this recipe has it: a key of the user's
     with warnings.catch_warnings():
         warnings.simplefilter("error")

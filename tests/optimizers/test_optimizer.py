@@ -5,6 +5,7 @@ import functools
 import math
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -658,3 +659,17 @@ def test_repr_of_an_optimizer_shows_recipe_routes_and_state() -> None:
     text = repr(Optimizer(named(parameters([(2, 2)])), "soap_fitted"))
     assert re.search(r"lr\W+0\.003", text) and re.search(r"weight_decay\W+0\.01", text) and "soap_fitted" in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_step_without_any_gradient_warns_once():
+    model = nn.Linear(3, 2)
+    optimizer = eigengraft.compose("adamw", model)
+    with pytest.warns(UserWarning, match="no parameter has a gradient"):
+        optimizer.step()
+    model.weight.grad = torch.zeros_like(model.weight)  # one gradient is enough
+    with warnings.catch_warnings(action="error"):
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        other = eigengraft.compose("adamw", model)
+        other.step(lambda: model(torch.ones(3)).sum().backward())

@@ -270,6 +270,17 @@ def test_a_metric_that_rose_again_is_named_with_its_best_evaluation(tmp_path):
     assert "more than a tenth of its improvement" in text
     table = (tmp_path / "tables.md").read_text(encoding="utf-8")
     assert " | best evaluation | " in table and "0.500 ± 0.000 at step 20" in table
+    other = tmp_path / "other"
+    other.mkdir()
+    write_study(
+        other,
+        [
+            ("adamw", seed, {"recipe": ADAM, "values": own})
+            for seed, own in enumerate(([3.0, 0.5, 1.0, 1.75], [3.0, 1.0, 0.5, 1.75]))
+        ],
+    )
+    Report(other).write()
+    assert "0.500 ± 0.000 at steps 20 to 30" in (other / "tables.md").read_text(encoding="utf-8")
 
 
 def test_runs_with_five_evaluations_are_not_coarse(tmp_path):
