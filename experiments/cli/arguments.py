@@ -11,9 +11,9 @@ from eigengraft.errors import RecipeError
 
 
 def _import_all(sources: list[str] | None) -> list[str] | None:
-    from ..training.imports import import_component
-
     for source in sources or ():
+        from ..training.imports import import_component  # imports torch
+
         import_component(source)
     return sources
 

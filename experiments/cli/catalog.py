@@ -84,6 +84,14 @@ def list_command(
     ] = None,
 ) -> None:
     """List recipes by goal, all recipes, signals, families of parts, or members of a family; or search in all."""
+    by_goal: list[tuple[str, ...]] = [
+        (goal.title, "\n".join(f"{name} ({numbers})" if numbers else name for name, numbers in goal.recipes), goal.rule)
+        for goal in goals()
+    ]
+    if what == BY_GOAL and not words and sort is None:  # needs no component, and so no torch
+        _print_entries(_GOAL_HEADS, by_goal)
+        typer.echo(f"\n{_NOTES[BY_GOAL]}")
+        return
     from eigengraft.optimizers.recipe.loading import shipped_recipes
     from eigengraft.signals import known_signals
 
@@ -94,10 +102,6 @@ def list_command(
         SIGNALS: "values beside the gradient that stages may request, such as the loss",
         **{name: _about(family) for name, family in sorted(registered.items())},
     }
-    by_goal: list[tuple[str, ...]] = [
-        (goal.title, "\n".join(f"{name} ({numbers})" if numbers else name for name, numbers in goal.recipes), goal.rule)
-        for goal in goals()
-    ]
     lists: dict[str, list[tuple[str, ...]]] = {
         EVERY_FAMILY: [*about.items()],
         BY_GOAL: by_goal,
@@ -122,7 +126,7 @@ def list_command(
         if rows:
             heads = {
                 EVERY_FAMILY: ("family", "members"),
-                BY_GOAL: ("goal", "recipes (profiles and numbers)", "chosen by"),
+                BY_GOAL: _GOAL_HEADS,
                 RECIPES: (*_RECIPE_HEADS[:-1], "time") if sort == "time" else _RECIPE_HEADS,
                 SIGNALS: ("signal", "about", "extent", "provided by"),
             }
@@ -170,6 +174,7 @@ def _nothing_found(what: str, sought: Sequence[str], lists: Iterable[str]) -> Va
 _SHORT = 68
 """Largest number of characters of the text about a recipe in the list of all recipes. It fills two lines of its column.
 """
+_GOAL_HEADS = ("goal", "recipes (profiles and numbers)", "chosen by")
 _RECIPE_HEADS = ("recipe", "about", "lr", "state", ">= ms", "measured", "profile")
 
 

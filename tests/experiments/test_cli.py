@@ -801,8 +801,8 @@ for arguments in (["--version"], ["--help"], *([name, "--help"] for name in name
     assert "torch" not in sys.modules, arguments
 report = runner.invoke(app, ["report", sys.argv[1]])
 assert report.exit_code == 0 and "torch" not in sys.modules, report.output
-assert runner.invoke(app, ["list", "goals"]).exit_code == 0
-assert "torch.utils.cpp_extension" not in sys.modules
+assert runner.invoke(app, ["list", "goals"]).exit_code == 0 and "torch" not in sys.modules
+assert runner.invoke(app, ["list", "spectrum"]).exit_code == 0 and "torch.utils.cpp_extension" not in sys.modules
 print(*names)
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1"}
