@@ -572,7 +572,6 @@ class WrongAveraging(Averaging):
         ("a global draw", ("torch's global generator", "randn_like", HERE)),
         ("reads the rate", (HERE, "_local_scalar_dense", "batch.lr")),
         ("a count", ("memory",)),
-        ("a plain reshape", ("axis 1", "permuted", "movedim(axis + 1, 1)")),
         ("in place", ("evaluated()", "`mul_`", HERE)),
         ("one tensor", ("evaluated()", 3)),
         ("flat", ("evaluated()", "(4, 3)", "(12,)")),
@@ -651,7 +650,6 @@ class WrongConstraint(Constraint):
         ("zero over zero", ("finite", "zero", "safe_ratio")),
         ("a global draw", ("torch's global generator", "randn_like", HERE)),
         ("a count", ("memory",)),
-        ("a plain reshape", ("axis 1", "permuted", "movedim(axis + 1, 1)")),
         ("no mask", ("own", "context.mask")),
     ],
 )

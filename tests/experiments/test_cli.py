@@ -863,10 +863,17 @@ def test_recipes_are_found_by_a_part_of_their_goal() -> None:
     assert all(name in said for name in ("adamw", "lora_rite", "lora_muon"))
 
 
-@pytest.mark.parametrize(("key", "first"), [("steps", "sinksoap"), ("state", "adafactor"), ("ms", "adamw")])
-def test_sorted_recipes_are_one_table_with_the_best_first(key: str, first: str) -> None:
-    lines = [line for line in succeeds("list", "recipes", "--sort", key).splitlines() if line.strip()]
-    assert lines[0].split()[0] == "recipe" and lines[2].split()[0] == first
+@pytest.mark.parametrize(
+    ("key", "column", "sign"),
+    [("steps", "profile", -1), ("time", "time", -1), ("state", "state", 1), ("ms", "measured", 1)],
+)
+def test_sorted_recipes_are_one_table_with_the_best_first(key: str, column: str, sign: int) -> None:
+    head, _, *rest = succeeds("list", "recipes", "--sort", key).splitlines()
+    place = {"state": -4, "measured": -2}.get(column, -1)
+    rows = [line.split() for line in rest if line.split("  ")[0] in eigengraft.shipped_recipes()]
+    values = [sign * float(row[place]) if row[place] != "-" else float("inf") for row in rows]
+    assert column in head.split() and len(rows) == len(eigengraft.shipped_recipes())
+    assert values == sorted(values)
 
 
 def test_a_command_names_the_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
