@@ -631,7 +631,7 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
         found += _failed_roots(record)
     explained = [_explained(record, one) for one in found]
     if found and found[0].kind == "exploding layer" and _route(record, found[0].layer):
-        after = f"see {found[0].layer} above; only if the loss then still does not fall, "
+        after = f"first do what is advised for {found[0].layer} above; only if the loss does not fall after that, "
         explained = [
             replace(one, remedy=f"{after}{one.remedy}") if one.kind == "learning rate" else one for one in explained
         ]

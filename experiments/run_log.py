@@ -62,9 +62,9 @@ class RunLog:
     In a `with` statement, the log completes the run at the end of the block, unless the block raises an error.
 
     Args:
-        directory: directory of the run. Reports name a run by the name of its recipe if no other run has that name, and
-            else by its directory. The arguments `baseline`, `only` and `labels` of `Report` name it by its directory.
-            Runs in `NAME/seed-0` and `NAME/seed-1` count as two seeds of the method NAME.
+        directory: directory of the run. Runs in `NAME/seed-0` and `NAME/seed-1` count as two seeds of the method NAME.
+            Reports name a method by its recipe if no other method has a recipe of that name, and else by its directory.
+            In the arguments `baseline`, `only` and `labels` of `Report`, methods are named by their directories.
         task: name of the task and its data. Runs of other tasks are never compared.
         steps: number of steps of the run.
         seed: seed of the run. None: the number of a directory `seed-K`, else 0.

@@ -397,7 +397,10 @@ class Optimizer(ComposedOptimizer):
             )
 
     def _warn_of_no_gradient(self, parameters: Sequence[Tensor]) -> None:
-        """Warn, once, if no parameter of this process has a gradient. The first parameter with one ends the search."""
+        """Warn once if no parameter of this process has a gradient.
+
+        The check stops at the first parameter that has a gradient.
+        """
         if parameters and all(parameter.grad is None for parameter in parameters):
             self._warned_of_no_gradient = True
             warn_user(

@@ -51,8 +51,8 @@ state     bytes per parameter of GPT-2 small in float32
 >= ms     milliseconds of the optimizer in a step of GPT-2 small on one H100, a counted lower bound
 measured  milliseconds of the same step on one {timed_card()}; -: not measured
 profile   score of steps on five small tasks, the laptop track, 1 for the fewest; -: not run
-`eigengraft list recipes WORDS` finds words of names, texts, headings and goals; with `--sort steps`,
-`time`, `state` or `ms` it prints one table, the best recipe first.
+`eigengraft list recipes WORDS` finds words of names, texts, headings and goals. `--sort` prints one
+table, the best recipe first: by profile of `steps` or of `time`, by `state`, or, with `ms`, by `measured`.
 `eigengraft list goals` says which to use for few steps, little time or little memory, and
 `eigengraft show RECIPE` prints one.
 """
@@ -111,7 +111,9 @@ def list_command(
     }
     what = EVERY_FAMILY if what is None else _in_either_number(what, lists)
     if sort is not None and what != RECIPES:
-        raise ValueError(f"--sort {sort}: it sorts recipes only; write `eigengraft list {RECIPES} --sort {sort}`")
+        raise ValueError(
+            f"--sort {sort}: this option sorts recipes only; write `eigengraft list {RECIPES} --sort {sort}`"
+        )
     sought = [word.lower() for word in (*((what,) if what not in lists else ()), *(words or ()))]
     chosen = {what: lists[what]} if what in lists else lists
     found = {
@@ -179,7 +181,7 @@ _RECIPE_HEADS = ("recipe", "about", "lr", "state", ">= ms", "measured", "profile
 
 
 def _order(sort: str | None) -> Callable[[str], Any]:
-    """Return the key by which names of recipes are sorted, the best first. Recipes without the number come last.
+    """Return a sort key of recipe names that puts the best recipe first. Recipes without a number to sort by come last.
 
     sort: `steps` or `time` for the profiles, `state` for bytes, `ms` for the measured time of a step. None: all keys
         are equal, so that the order does not change.
@@ -197,7 +199,7 @@ def _order(sort: str | None) -> Callable[[str], Any]:
 def _recipe_row(name: str, sort: str | None = None) -> tuple[str, ...]:
     """Return the row of a shipped recipe, with the columns `_RECIPE_HEADS`.
 
-    sort: `time` for the profile of time in place of that of steps.
+    sort: `time` shows the profile of time. Any other value shows the profile of steps.
     """
     from eigengraft.optimizers.recipe.loading import raw_recipe
 

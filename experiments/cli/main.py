@@ -209,8 +209,8 @@ def show_command(
 
     if other := next((override for override in overrides or () if override in shipped_recipes()), None):
         raise ValueError(
-            f"show {source}: one recipe is printed, got '{other}' too; `eigengraft diff {source} {other}` prints the "
-            "fields in which they differ"
+            f"show {source}: `show` prints one recipe, but '{other}' is a recipe too; `eigengraft diff {source} "
+            f"{other}` prints the fields in which the two differ"
         )
     path = Path(source)
     if not path.is_file() and source not in shipped_recipes():

@@ -529,9 +529,10 @@ def read_records(
 
 
 def _recipe_names(records: Records) -> dict[str, str]:
-    """Return the recipes' names of runs that `RunLog` has logged, by label of the run. The label is a path of a folder.
+    """Return {label of a run: name of its recipe} for runs that `RunLog` has logged. The label is the path of a folder.
 
-    A name is left out if runs of several labels have it, if runs of its label have several, or if it is a label.
+    A label is left out if its runs have several names or none, if runs of another label have the same name, or if the
+    name is itself a label.
     """
     names: dict[str, set[str]] = {}
     for run in (run for run in records.runs if "run" in run.labels):

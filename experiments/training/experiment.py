@@ -87,7 +87,8 @@ class Experiment(Component):
     accumulate: int | None = Field(
         default=None,
         ge=2,
-        description="number of parts of every batch, whose gradients are averaged over all targets; none: one part",
+        description="number of parts into which every batch is split; the gradient is the mean over the targets of all "
+        "parts; none: one part",
     )
     precision: Autocast | None = Field(
         default=None,

@@ -309,7 +309,7 @@ def parse_yaml(text: str, source: str = "value") -> Any:
             problem, remedy = f"the key '{twice[1]}' is given twice", "; remove one of the two"
         elif problem == "mapping values are not allowed here":
             remedy = (
-                "; this ': ' would begin a mapping inside a value: write each key in a line of its own, indent the "
+                "; this ': ' would begin a mapping inside a value: write each key on its own line, indent the "
                 "keys of a mapping equally, and put a text with ': ' in quotes"
             )
         where, lines = "" if mark is None else f", {_place(mark)}", text.splitlines()

@@ -167,8 +167,9 @@ class Route(UpdateRule):
     """An update rule for the parameters that match a condition, in place of the recipe's own rule."""
 
     if_missing: ClassVar[Mapping[str, str]] = {
-        "update": "a route does not inherit the `update` of its recipe; repeat it, in YAML by an anchor: `update: "
-        "&main [...]` in the recipe and `update: *main` in the route (`eigengraft show RECIPE` prints a shipped one)",
+        "update": "a route does not inherit the `update` of its recipe; repeat that `update` in the route. In YAML, "
+        "write `update: &main [...]` in the recipe and `update: *main` in the route (`eigengraft show RECIPE` prints "
+        "the `update` of a shipped recipe)",
     }
     name: PathName = Field(examples=["gates"], description="name of the route in paths")
     match: Match = Field(default=Match(), description="conditions on a parameter; default: every parameter")

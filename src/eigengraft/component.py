@@ -660,7 +660,7 @@ def with_nearest(cls: type[Component], error: ValidationError) -> ValidationErro
     """Return the error with advice added to its messages.
 
     For an unknown field, the advice is the place where the field belongs, or the known field that is probably meant.
-    For a missing field, it is that of `if_missing`.
+    For a missing field, the advice is the text in `if_missing`.
     For a value that is not a mapping from fields to values, the advice is the names of all fields.
 
     cls: the component that refused the value.

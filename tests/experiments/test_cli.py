@@ -656,7 +656,7 @@ WRONG = {
             "line 4",
         ),
     ),
-    "two keys in a line": (["train", "keys.yaml"], ("keys.yaml", "line 2", "'recipe: soap lr: 3'", "line of its own")),
+    "two keys in a line": (["train", "keys.yaml"], ("keys.yaml", "line 2", "'recipe: soap lr: 3'", "own line")),
     "empty file": (["train", "empty.yaml"], ("empty.yaml", "task", "recipe")),
     "a list": (["train", "list.yaml"], ("list.yaml", "task", "recipe")),
     "no task": (["train", "part.yaml"], ("part.yaml", "task")),

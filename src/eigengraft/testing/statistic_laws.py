@@ -281,7 +281,7 @@ def factors_are_all_the_memory(case: StatisticCase) -> None:
         if all(torch.allclose(one[axis], two[axis], 1e-10, 0.0) for axis in one):
             try:
                 factors_of_a_stack_are_those_of_its_blocks(case)
-            except LawError:  # sums over the stack may round differently in each call; that law reports the sum
+            except LawError:  # a sum over the stack rounds differently in each call; the law of stacks reports it
                 return
         with on(block):
             cause = in_parentheses("does the statistic remember anything outside its factors?")
