@@ -467,7 +467,7 @@ def test_a_route_that_multiplies_the_learning_rate_is_named_with_its_layer(tmp_p
     assert [(one.kind, one.layer) for one in found] == [("exploding layer", "2.weight"), ("learning rate", "2.weight")]
     assert all("recipe.routes.fast multiplies its learning rate by 100" in one.text for one in found)
     assert "`lr_multiplier` of its route" in found[0].remedy
-    assert found[1].remedy.startswith("see 2.weight above; only if ")
+    assert found[1].remedy.startswith("first do what is advised for 2.weight above; ")
 
 
 def test_a_layer_that_grew_with_a_loss_that_exploded_comes_after_the_learning_rate(tmp_path: Path) -> None:
