@@ -324,11 +324,16 @@ class Stage(Schedulable, ABC, family="stage"):
         """Signals that the stage requests."""
         return self.cached_traits().signals
 
+    @property
+    def _earliest(self) -> int:
+        """First step at which the stage can refresh: 1, or 0 for a lagged stage, as `Cadence.first_due` expects it."""
+        return 0 if self.cached_traits().lagged else 1
+
     @final
     def signals_at(self, step: int) -> frozenset[str]:
         """Return the names of the signals (inputs beside the gradient) that the stage needs in a step of a block."""
-        cadence, earliest = self.cadence(), 0 if self.cached_traits().lagged else 1
-        refreshes = cadence is not None and cadence.possible(step, earliest)
+        cadence = self.cadence()
+        refreshes = cadence is not None and cadence.possible(step, self._earliest)
         return frozenset(own.name for own in self.requests if own.needed_at(step, refreshes))
 
     @final
@@ -361,8 +366,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def _spans(self, cadence: Cadence | None, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        earliest = 0 if self.cached_traits().lagged else 1
-        return () if cadence is None else tuple(cadence.due(context, earliest))
+        return () if cadence is None else tuple(cadence.due(context, self._earliest))
 
     @final
     def refreshes(self, context: StepContext) -> bool:

@@ -9,7 +9,8 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -75,7 +76,7 @@ def list_command(
     words: Annotated[list[str] | None, typer.Argument(help="print only entries that contain all these words")] = None,
     imports: Imports = None,
     sort: Annotated[
-        Literal["steps", "time", "state", "ms"] | None,
+        _Sort | None,
         typer.Option(
             help="print recipes in one table, the best first: by profile of steps or time, bytes of state, or measured "
             "milliseconds",
@@ -102,10 +103,11 @@ def list_command(
         SIGNALS: "values beside the gradient that stages may request, such as the loss",
         **{name: _about(family) for name, family in sorted(registered.items())},
     }
+    recipes = shipped_recipes() if sort is None else sorted(shipped_recipes(), key=partial(_rank, sort=sort))
     lists: dict[str, list[tuple[str, ...]]] = {
         EVERY_FAMILY: [*about.items()],
         BY_GOAL: by_goal,
-        RECIPES: [_recipe_row(name, sort) for name in sorted(shipped_recipes(), key=_order(sort))],
+        RECIPES: [_recipe_row(name, sort) for name in recipes],
         SIGNALS: [(name, one.about, one.extent, one.by) for name, one in sorted(known_signals().items())],
         **{name: [(k, _about(m)) for k, m in sorted(own.members.items())] for name, own in sorted(registered.items())},
     }
@@ -180,23 +182,20 @@ _GOAL_HEADS = ("goal", "recipes (profiles and numbers)", "chosen by")
 _RECIPE_HEADS = ("recipe", "about", "lr", "state", ">= ms", "measured", "profile")
 
 
-def _order(sort: str | None) -> Callable[[str], Any]:
-    """Return a sort key of recipe names that puts the best recipe first. Recipes without a number to sort by come last.
-
-    sort: `steps` or `time` for the profiles, `state` for bytes, `ms` for the measured time of a step. None: all keys
-        are equal, so that the order does not change.
-    """
-
-    def key(name: str) -> float:
-        own = recipe_numbers()[name]
-        profile = own.time if sort == "time" else own.steps
-        number = {"state": own.state, "ms": own.measured}.get(str(sort), None if profile is None else -profile)
-        return 0.0 if sort is None else math.inf if number is None else number
-
-    return key
+_Sort = Literal["steps", "time", "state", "ms"]
+"""Numbers of recipes to sort by: profile of steps or of time, bytes of state, measured milliseconds of a step."""
 
 
-def _recipe_row(name: str, sort: str | None = None) -> tuple[str, ...]:
+def _rank(name: str, sort: _Sort) -> float:
+    """Return a number that is smaller for better recipes, and infinity for a recipe without a number to sort by."""
+    own = recipe_numbers()[name]
+    number = {"steps": own.steps, "time": own.time, "state": own.state, "ms": own.measured}[sort]
+    if number is None:
+        return math.inf
+    return -number if sort in ("steps", "time") else number
+
+
+def _recipe_row(name: str, sort: _Sort | None) -> tuple[str, ...]:
     """Return the row of a shipped recipe, with the columns `_RECIPE_HEADS`.
 
     sort: `time` shows the profile of time. Any other value shows the profile of steps.

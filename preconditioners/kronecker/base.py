@@ -146,8 +146,8 @@ class Factored(Stage):
 
     def _observe_first(self, state: State, x: Tensor, context: StepContext) -> None:
         """Observe x `[N, *block]` and refresh, for blocks whose first refresh is in this step."""
-        earliest = self.every.first_due(0 if self.cached_traits().lagged else 1)
-        if context.holds(lambda steps: steps == earliest) is False:
+        begins = self.every.first_due(self._earliest)
+        if context.holds(lambda steps: steps == begins) is False:
             return
         axes = self.factor_axes(state.block)
         for start, stop, first in self.due(context):

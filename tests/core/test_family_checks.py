@@ -361,7 +361,7 @@ def counted(x: Tensor, axis: int, context: StepContext) -> Contribution:
 
 
 def rounded(x: Tensor, axis: int, context: StepContext) -> Contribution:
-    """As a sum whose order differs between calls."""
+    """A Gram matrix that is rounded differently in each call, as a sum is whose terms are added in another order."""
     CALLS.append(1)
     return gram(x * (1 + 2**-46 * len(CALLS)), axis)
 
