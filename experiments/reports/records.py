@@ -189,11 +189,17 @@ class Run:
 
     @property
     def busy(self) -> bool:
-        """True if other load slowed the run: steps took 1.5 times the median, or longer, in at least a tenth of the
-        rows.
+        """True if other load slowed the run.
+
+        Load during a part of the run: steps took 1.5 times the median, or longer, in at least a tenth of the rows.
+        Load during the whole run, which only runs with one thread on a CPU show: a step took 1.25 times its processor
+        time, or longer, in at least half of the rows.
         """
         found = sorted(float(row["step_ms"]) for row in self.rows if row.get("step_ms"))
-        return len(found) >= 4 and found[-(-9 * len(found) // 10) - 1] > 1.5 * (self.median_step or math.inf)
+        slowed = len(found) >= 4 and found[-(-9 * len(found) // 10) - 1] > 1.5 * (self.median_step or math.inf)
+        alone = self.environment.get("threads") == 1 and self.environment.get("device") == "cpu"
+        waits = [row["step_ms"] / row["cpu_ms"] for row in self.rows if alone and row.get("cpu_ms")]
+        return slowed or (len(waits) >= 4 and median(waits) > 1.25)
 
     def seconds(self) -> list[float]:
         """Return the training seconds at every row, corrected for other load of the machine.

@@ -74,12 +74,14 @@ class Result:
 class MetricsWindow:
     """Losses, milliseconds and events of the steps since the last row of metrics, from which the next row is made.
 
+    cpu_ms: processor time of each step in this process, summed over threads.
     skipped: number of updates of a parameter that were skipped because its gradient was not finite.
     clipped: number of steps in which `grad_clip` shortened the gradient.
     """
 
     losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
     skipped: int = 0
     clipped: int = 0
@@ -101,6 +103,7 @@ class MetricsWindow:
             **further_metrics(metrics),
             **spent,
             "step_ms": median(self.step_ms),
+            "cpu_ms": median(self.cpu_ms),
             "optimizer_ms": median(self.optimizer_ms),
             "skipped": self.skipped,
             "clipped": self.clipped,

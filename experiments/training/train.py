@@ -239,7 +239,7 @@ class Trainer:
     def _train_step(self) -> None:
         if measured := self._measured(self.step + 1):
             self.layers.before()
-        start = self._now()
+        start, cpu = self._now(), time.process_time()
         whole = training_batch(self.experiment.task, self.dataset, self.experiment.seed, self.step)
         self.tokens += whole.targets.numel()
         rows, weight = self.ranks.shard_batch(whole)
@@ -251,7 +251,7 @@ class Trainer:
         if inspected := every is not None and self._due(self.step + 1, every):
             self.optimizer.watch_next_step()
         loss = self.optimizer.step(lambda: self._backward(batch, weight))
-        end = self._now()
+        end, cpu = self._now(), time.process_time() - cpu
         self.scheduler.step()
         self.step += 1
         self.inspected = self._inspect() if inspected else []
@@ -264,6 +264,7 @@ class Trainer:
         self.window.losses.append(self.ranks.mean(loss.item()))
         self.first_loss = self.window.losses[-1] if self.step == 1 else self.first_loss
         self.window.step_ms.append(1e3 * (end - start))
+        self.window.cpu_ms.append(1e3 * cpu)
         self.window.optimizer_ms.append(1e3 * (end - self.middle))
 
     def _measured(self, step: int) -> bool:

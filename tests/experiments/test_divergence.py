@@ -138,7 +138,7 @@ def test_a_spike_that_a_run_recovered_from_is_no_fault() -> None:
     directory = RunDirectory("unused")
     trainer = Trainer(experiment(), directory)
     trainer.window.losses[:] = [2.0, 1e9, 2.1]
-    trainer.window.step_ms[:] = trainer.window.optimizer_ms[:] = [1.0]
+    trainer.window.step_ms[:] = trainer.window.cpu_ms[:] = trainer.window.optimizer_ms[:] = [1.0]
     trainer.ranks = Ranks(rank=1)  # writes nothing
     trainer._write_row(0.1, None)
     assert trainer.last_loss == 2.1

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 TRAJECTORY = ("step", "loss", "val_loss", "val_accuracy", "lr", "tokens", "flops")
 NORMS = ("weight_norm", "gradient_norm", "update_ratio", "weight_growth")
-CONTRACT = {*TRAJECTORY, "seconds", "step_ms", "optimizer_ms", "skipped", "clipped", "failed_roots"}
+CONTRACT = {*TRAJECTORY, "seconds", "step_ms", "cpu_ms", "optimizer_ms", "skipped", "clipped", "failed_roots"}
 CONTRACT |= {f"{norm}{end}" for norm in NORMS for end in ("", "_largest", "_smallest")}
 CONTRACT |= {f"{norm}_{end}_layer" for norm in NORMS for end in ("largest", "smallest")}
 DIGITS = {
@@ -109,7 +109,7 @@ class TestFiles:
         assert all(row["flops"] == 6 * row["tokens"] * read(directory, "result")["parameters"] for row in found)
         seconds = [row["seconds"] for row in found]
         assert seconds == sorted(seconds) and seconds[0] > 0
-        assert all(0 < row["optimizer_ms"] < row["step_ms"] for row in found)
+        assert all(0 < row["optimizer_ms"] < row["step_ms"] and row["cpu_ms"] > 0 for row in found)
 
     def test_a_row_gives_the_mean_loss_since_the_row_before_and_the_rate_of_its_step(
         self, run: tuple[Path, Experiment, list[Tick]]

@@ -410,7 +410,7 @@ def test_seconds_are_those_of_median_steps_and_a_busy_machine_is_named(tmp_path)
     run = panel.rows[0].runs[0]
     assert run.seconds() == pytest.approx([0.15 * k for k in range(1, 11)])
     assert run.busy and panel.busy == 1
-    assert "in 1 of the runs" in Report(tmp_path).write().read_text(encoding="utf-8")
+    assert "1 of the runs had rows" in Report(tmp_path).write().read_text(encoding="utf-8")
     labels = {name: figure.axes[0].get_xlabel() for name, figure in Report(tmp_path).figures().items()}
     assert {name for name, label in labels.items() if "\u2020" in label} == {
         f"{tmp_path.name} validation loss against seconds"
@@ -420,6 +420,28 @@ def test_seconds_are_those_of_median_steps_and_a_busy_machine_is_named(tmp_path)
         assert (
             ("\u2020" in invoke(arguments).stderr) == (x == "seconds") == ("\u2020" in Report(tmp_path, x=[x]).footnote)
         )
+
+
+@pytest.mark.parametrize(
+    ("threads", "device", "cpu_ms", "busy"),
+    [
+        (1, "cpu", 7.9, True),
+        (1, "cpu", 8.1, False),
+        (2, "cpu", 7.9, False),
+        (1, "GPU", 7.9, False),
+        (1, "cpu", None, False),
+    ],
+)
+def test_load_during_a_whole_run_is_seen_by_its_processor_time(tmp_path, threads, device, cpu_ms, busy):
+    """A step takes 10 ms in every row, so that no row is slower than the others."""
+    write_run(tmp_path / "run", ADAM, [4.0] * 10)
+    environment = {"threads": threads, "device": device}
+    (tmp_path / "run" / "env.json").write_text(json.dumps(environment))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    timed = [row | {"step_ms": 10.0} | ({} if cpu_ms is None else {"cpu_ms": cpu_ms}) for row in rows]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in timed))
+    (panel,) = compare(read_records(tmp_path))
+    assert panel.busy == busy
 
 
 def test_all_cells_of_two_axes_are_one_table(grid):
