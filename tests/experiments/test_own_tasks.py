@@ -263,11 +263,15 @@ class Net(Task):
     """A task whose data or model have one fault."""
 
     kind: Literal["net"] = "net"
-    fault: Literal["none", "nan", "unused", "columns", "detached", "a number", "nan loss", "nan in evaluation"] = "none"
+    fault: Literal[
+        "none", "nan", "unused", "columns", "detached", "a number", "nan loss", "nan in evaluation", "same rows"
+    ] = "none"
 
     def load(self) -> Dataset:
-        x = torch.from_numpy(generator(0).normal(size=(40, 6))).float()
-        data = Examples(*2 * (Batch(x, (x[:, 0] > 0).long()),), 8, Fingerprint.of("net", x.numpy().tobytes()))
+        x = torch.from_numpy(generator(0).normal(size=(48, 6))).float()
+        whole, mark = Batch(x, (x[:, 0] > 0).long()), Fingerprint.of("net", x.numpy().tobytes())
+        train, rest = (Batch(*(part[rows] for part in whole)) for rows in (slice(40), slice(40, None)))
+        data = Examples(train, Batch(*(part[:8] for part in whole)) if self.fault == "same rows" else rest, 8, mark)
         batch = data.batch
 
         def changed(seed: int, step: int) -> Batch:
@@ -298,10 +302,11 @@ class Net(Task):
         ("detached", ("gradients", "detach()", "torch.no_grad()")),
         ("a number", ("loss()", "a tensor", "float", "item()")),
         ("nan loss", ("the loss of batch(0, 0)", "a finite number", "nan", "batch 0 of the data for validation")),
+        ("same rows", ("the validation rows", "rows that are not trained on", "training rows alone")),
         ("nan in evaluation", ("the loss of batch 0 of the data for validation", "a finite number", "nan")),
     ],
 )
-def test_a_loss_that_trains_nothing_breaks_a_law(fault: Any, says: tuple[str, ...]) -> None:
+def test_a_fault_of_loss_or_data_breaks_a_law(fault: Any, says: tuple[str, ...]) -> None:
     with refused(LawError, "task.net", *says) as caught:
         check_task(Net(fault=fault))
     assert "expected nan" not in str(caught.value) and "Metrics(" not in str(caught.value)

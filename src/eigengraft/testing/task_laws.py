@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from eigengraft.errors import counted, name_some
 from .laws import Case, Law, LawError, in_parentheses, require, the_declaration_survives
 
 if TYPE_CHECKING:
-    from eigengraft.experiments.tasks import Batch, Task
+    from eigengraft.experiments.tasks import Batch, Examples, Task
 
 _CPU = torch.device("cpu")
 
@@ -81,6 +81,31 @@ def the_data_are_finite(case: Case[Task]) -> None:
         require(not fault, f"batch(0, {step}), of seed 0 and step {step + 1} of a run", "finite numbers", fault)
     fault = validation_fault(data)
     require(not fault, "the data for validation", "finite numbers", fault)
+
+
+def validation_rows_are_not_trained_on(case: Case[Task]) -> None:
+    """At least one row of the validation examples is not a row of the training examples.
+
+    Single rows may occur in both, because real tables have equal rows.
+    """
+    data = cast("Examples", case.component.load())
+    known = set(_rows(data.train))
+    same = all(row in known for row in _rows(data.validation))
+    cause = in_parentheses("did load() give the same rows twice, or choose the validation rows before a shuffle?")
+    require(not same, "the validation rows", "rows that are not trained on", "training rows alone", cause)
+
+
+def _without_rows(case: Case[Task]) -> str | None:
+    """Return the reason why the rows of a task cannot be compared, or None if they are in memory."""
+    from eigengraft.experiments.tasks import Examples
+
+    return None if isinstance(case.component.load(), Examples) else "its data are no Examples"
+
+
+def _rows(batch: Batch) -> Iterator[tuple[bytes, ...]]:
+    """Yield the bytes of the inputs and targets of each row."""
+    parts = (part.reshape(len(part), -1).contiguous().view(torch.uint8).numpy() for part in batch)
+    return zip(*([row.tobytes() for row in part] for part in parts), strict=True)
 
 
 def the_data_have_a_fingerprint(case: Case[Task]) -> None:
@@ -263,6 +288,7 @@ TASK_LAWS: tuple[Law[Case[Task]], ...] = (
     Law(the_model_accepts_the_batches, decisive=True),
     Law(the_declaration_survives),
     Law(the_data_are_finite),
+    Law(validation_rows_are_not_trained_on, skip=_without_rows),
     Law(batches_are_a_pure_function_of_seed_and_step),
     Law(the_data_have_a_fingerprint),
     Law(initial_weights_depend_on_the_seed_alone),
