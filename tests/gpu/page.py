@@ -148,8 +148,8 @@ def _torch(row: Row) -> str:
     wrong = f" Failed: {', '.join(row['failed'])}." if row["failed"] else ""
     left = "".join(f"\n- {name}: {reason}" for name, reason in row["left"].items())
     return (
-        f"{row['compared']} inputs compared, {len(row['failed'])} failed.{wrong} "
-        f"For these inputs no recipe does the same:\n{left}"
+        f"{row['compared']} sets of options were compared, of which {len(row['failed'])} failed.{wrong} "
+        f"The following sets were not compared, because no recipe does the same:\n{left}"
     )
 
 
