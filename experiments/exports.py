@@ -53,7 +53,10 @@ def export_sweep(
                 f"{name}: a sweep of W&B always runs all combinations of values; remove {name}, or make two studies"
             )
     if study.equal == "seconds":
-        raise RecipeError("equal: seconds needs timed runs, which a sweep of W&B does not make; use `equal: steps`")
+        raise RecipeError(
+            "equal: with `seconds`, the number of steps follows from runs that are timed first, and a sweep of W&B "
+            "times no runs; use `equal: steps`"
+        )
     parameters: dict[str, Any] = {}
     for axis, choices in study.axes.items():
         path, values = _axis_values(axis, choices, study)

@@ -41,11 +41,18 @@ def convert_adamw(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[s
     given: object = state_dict
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         raise TypeError(
-            f"state_dict: the state dict of torch's optimizer is required, got {type(given).__name__}; pass "
-            "torch_optimizer.state_dict()"
+            "state_dict: must have the keys 'state' and 'param_groups', as the state dict of a torch optimizer, got "
+            f"{_described(given)}; pass torch_optimizer.state_dict()"
         )
     with isolation(optimizer):
         return _converted(state_dict, optimizer)
+
+
+def _described(given: object) -> str:
+    """Return a text about an argument that is no state dict of an optimizer: its keys, or its type."""
+    if not isinstance(given, Mapping):
+        return type(given).__name__
+    return f"the keys {name_some([repr(key) for key in given], 3)}" if given else "an empty mapping"
 
 
 def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:

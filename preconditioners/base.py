@@ -526,7 +526,10 @@ class DelayedRefresh(Stage):
         """
         found = self.solve(kept, context)
         if sorted(found) != sorted(names):
-            raise ContractError(f"solve() must return the pending slots {sorted(names)}, got {sorted(found)}")
+            raise ContractError(
+                f"the result of solve() must be a mapping with the keys {', '.join(sorted(names))}, the slots of role "
+                f"'pending', got the keys {', '.join(sorted(found)) or 'none'}"
+            )
         return found
 
 

@@ -148,10 +148,10 @@ def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) ->
     why = "iterates, counts and pending results are never quantized; remove the entry"
     if role not in NEVER_CODED:
         why = (
-            f"the roles of this recipe's slots are {', '.join(sorted(others)) or 'none'} (slots of a graft's magnitude "
-            "are chosen by the path of their stage instead)"
+            f"its slots with these roles can be quantized: {', '.join(sorted(others)) or 'none'}. For slots of a "
+            "graft's `magnitude`, give the path of their stage in place of a role"
         )
-    raise ValueError(f"storage: no slot with the role '{role}' can be quantized; {why}")
+    raise ValueError(f"storage: the recipe has no slot with the role '{role}' that can be quantized; {why}")
 
 
 def require_stage_roles(stage: str, quantizer: Quantizer, slots: Iterable[Slot]) -> None:

@@ -550,6 +550,11 @@ def _recipe_names(records: Records) -> dict[str, str]:
     return {label: name for label, name in found.items() if name and name not in names}
 
 
+def _quoted(labels: Iterable[str]) -> str:
+    """Return labels as a list in which they can be told apart, although labels may contain commas."""
+    return ", ".join(f"'{label}'" for label in labels)
+
+
 def _compared_with(records: Records, baseline: str) -> Records:
     """Return the records compared with another baseline.
 
@@ -563,9 +568,9 @@ def _compared_with(records: Records, baseline: str) -> Records:
     axes = [axis] if named else [records.compare, *(other for other in known if other != records.compare)]
     found = [one for one in axes if label in known.get(one, ())]
     if not found or (len(found) > 1 and found[0] != records.compare):
-        lists = "; ".join(f"{axis} has {', '.join(labels)}" for axis, labels in known.items())
+        lists = "; ".join(f"the axis {axis} has {_quoted(labels)}" for axis, labels in known.items())
         what = (
-            f"is a label of {' and '.join(found)}; write AXIS={label}"
+            f"is a label of the axes {' and '.join(found)}; write AXIS={label}"
             if found
             else f"is not a label of any axis: {lists}"
         )
@@ -589,7 +594,7 @@ def _selected(records: Records, only: Iterable[str]) -> Records:
         for pattern in chosen:
             if not any(fnmatchcase(label, pattern) for label in known):
                 raise ArgumentError(
-                    "only", f"'{pattern}' is not a label of {axis}, whose labels are {', '.join(known)}"
+                    "only", f"'{pattern}' is not a label of the axis {axis}, whose labels are {_quoted(known)}"
                 )
     runs = tuple(
         run
@@ -611,7 +616,7 @@ def _renamed(records: Records, texts: Mapping[str, str]) -> Records:
     """Return the records with other texts for some labels. Raises ValueError if two labels would become equal."""
     known = {label for labels in records.axes.values() for label in labels}
     for label in texts.keys() - known:
-        listed = ", ".join(sorted(known))
+        listed = _quoted(sorted(known))
         raise ArgumentError("labels", f"'{label}' is not a label of the runs, whose labels are {listed}")
     for axis, before in records.axes.items():
         after = [texts.get(label, label) for label in sorted(before)]

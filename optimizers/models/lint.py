@@ -223,13 +223,14 @@ def _unused_storage(composed: Composition) -> Iterator[str]:
         named = [(key, slot) for key, own in slots.items() for slot in own if _takes(storage, text, key, slot)]
         if named and not any(choose(storage, key, slot) is quantizer for key, slot in named):
             key, slot = max(named, key=lambda pair: math.prod(pair[1].shape))
-            unused[text] = f"The largest slot of '{text}' is {key}: {quantizer.unsupported(slot)}"
+            unused[text] = f"The reason for the largest of these slots, {key}, is: {quantizer.unsupported(slot)}"
     if unused:
         names = ", ".join(f"'{text}'" for text in unused)
-        entry, fits = ("entry", "its format fits") if len(unused) == 1 else ("entries", "their formats fit")
+        entry, has, its = ("entry", "has", "its format") if len(unused) == 1 else ("entries", "have", "their formats")
         yield (
-            f"storage: the {entry} {names} changed nothing, because {fits} none of the slots of this "
-            f"model. {next(iter(unused.values()))}. Lower `min_elements`, choose another format, or remove the {entry}"
+            f"storage: the {entry} {names} {has} no effect, because {its} can store none of the slots (state tensors) "
+            f"that the {entry} would apply to. {next(iter(unused.values()))}. Lower `min_elements`, choose another "
+            f"format, or remove the {entry}"
         )
 
 

@@ -185,11 +185,12 @@ def _layouts(
     mode = recipe.distribution.mode
     if mode == "local" or mode == ("replicated" if placements else "sharded"):
         kind, other = ("DTensors", "sharded") if placements else ("plain tensors", "replicated")
-        refused = f"refuses {kind}, and the parameters are {kind} there"
-        reason = "divides no work over ranks" if mode == "local" else refused
+        reason = f"'{mode}' refuses {kind}, and with parallel {parallel} the parameters are {kind}"
+        if mode == "local":
+            reason = "with 'local' each rank updates its parameters alone, and there is no division of work to plan"
         raise ValueError(
-            f"distribution.mode: '{mode}' cannot be combined with parallel {parallel}, because this mode {reason}; set "
-            f"'auto' or '{other}'"
+            f"distribution.mode: '{mode}' cannot be combined with parallel {parallel}: {reason}; set 'auto' or "
+            f"'{other}', which divide the updates over the ranks"
         )
     found, ranks, size = dict[tuple[int, ...], Layout](), math.prod(mesh), recipe.distribution.group_size
     if size is not None and (placements or ranks % size):

@@ -118,12 +118,12 @@ class Reached:
     astray: str
 
     @property
-    def share(self) -> str:
-        """Return a text with `found` as a percentage of `total`, and the two numbers."""
-        return f"{100 * self.found / max(self.total, 1):.3g}% ({self.found:,} of {self.total:,})"
+    def percent(self) -> str:
+        """Return `found` as a percentage of `total`, such as "72.7%"."""
+        return f"{100 * self.found / max(self.total, 1):.3g}%"
 
     def __str__(self) -> str:
-        return f"{self.key} {self.text}: {self.share}"
+        return f"{self.key} {self.text}: {self.percent} ({self.found:,} of {self.total:,})"
 
 
 def reached(
@@ -142,7 +142,7 @@ def reached(
         found, total = sum(size for there, size in sizes if there), sum(size for _, size in sizes)
         chosen = sorted((row for row in routed if (row[1] in paths) == expected.upper), key=lambda row: -row[0].numel)
         named = [f"{info.name or info.shape} in {path or 'update'} ({why})" for info, path, why in chosen]
-        which = "that it receives" if expected.upper else "that it does not receive"
+        which = f"in '{key}'" if expected.upper else f"that are not in '{key}'"
         astray = f"the largest tensors {which} are {name_some(named, 3)}" if named else f"there are no tensors {which}"
         rows.append(Reached(key, text, found, total, expected.holds(found, total), astray))
     return rows
@@ -156,8 +156,8 @@ def require_expected(rows: Iterable[Reached]) -> None:
     rows: shares of the model, as `reached` returns them.
     """
     faults = [
-        f"expect.{row.key}: the recipe expects that '{row.key}' receives {row.text}, but it receives {row.share}; "
-        f"{row.astray}; change the routes or `expect`"
+        f"expect.{row.key}: the recipe expects {row.text} in the stage or route '{row.key}', got {row.found:,} of the "
+        f"model's {row.total:,} ({row.percent}); {row.astray}; change the routes or `expect`"
         for row in rows
         if not row.holds
     ]

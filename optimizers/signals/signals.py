@@ -161,7 +161,8 @@ def for_outputs(value: Tensor, param_set: ParamSet, at: int, name: str) -> Tenso
     length, parts = spec.shape[axis], len(value)
     if not parts or length % parts:
         raise ValueError(
-            f"provide: '{name}' of {spec.name}: {parts} numbers cannot be divided evenly over {length} outputs"
+            f"provide: '{name}' of {spec.name} must have a number of values that divides the number of outputs, "
+            f"{length}, got {parts} values; each value is for an equal part of the outputs, such as a head"
         )
     rows = value.repeat_interleave(length // parts)
     if spec.placement is not None and param_set.rank_group is not None:

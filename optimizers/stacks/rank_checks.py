@@ -340,8 +340,8 @@ def failed_roots(path: str, tolerated: int, names: Sequence[str]) -> ArithmeticE
     tolerated: number of failures in a row that are tolerated.
     """
     return ArithmeticError(
-        f"{path}: roots or bases of {name_some(names, 5)} could not be computed in more than {tolerated} "
-        "refreshes in a row, the limit set by failure.roots; a larger ridge or a lower lr may help"
+        f"{path}: more than {tolerated} refreshes in a row, the limit set by failure.roots, could not compute the "
+        f"roots or bases of {name_some(names, 5)}; a larger ridge or a lower lr may help"
     )
 
 

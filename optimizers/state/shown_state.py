@@ -287,7 +287,10 @@ def _fault(param_set: ParamSet, key: str, value: Any, target: Tensor) -> str | N
         name = StateKey.parse(key).name
         formats = [one.format_of(name) for one in param_set.stack_states if name in one.encoded]
         if int(value) not in (0, *formats):
-            return f"is the format of the codes beside it and must be {formats[0]}, got {int(value)}"
+            return (
+                f"identifies the format of the quantized numbers in the same slot, and must stay {formats[0]}, got "
+                f"{int(value)}"
+            )
     return None
 
 
@@ -326,6 +329,7 @@ def refuse(changes: Iterable[HostChanges]) -> None:
     if faults:
         fault = (
             "optimizer.state: values must have the keys, shapes and dtypes that the optimizer has made; no change was "
-            "applied. load_state_dict replaces all state, `del optimizer.state[parameter]` resets a parameter:"
+            "applied, because of these faults:"
         )
-        raise ValueError("\n".join([fault, *first_lines(faults)]))
+        remedy = "To replace all state, call load_state_dict. To reset a parameter, `del optimizer.state[parameter]`."
+        raise ValueError("\n".join([fault, *first_lines(faults), remedy]))

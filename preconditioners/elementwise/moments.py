@@ -260,15 +260,15 @@ class RMS(Stage):
     def _options_matter(self) -> Self:
         if self.beta == 1 and not self.damped:
             raise ValueError(
-                "damped: false cannot be combined with beta 1, because squares then have weight 1 anyway; remove damped"
+                "damped: false has no effect with `beta: 1`, because squares then have weight 1 anyway; remove damped"
             )
-        summed = "beta 1" if self.beta == 1 else "damped false" if not self.damped else None
+        summed = "`beta: 1`" if self.beta == 1 else "`damped: false`" if not self.damped else None
         if summed and not self.bias_correction:
             raise ValueError(
-                f"bias_correction: false cannot be combined with {summed}, because there is no bias to correct then; "
-                "remove bias_correction"
+                f"bias_correction: false has no effect with {summed}, because a sum of squares has no bias to "
+                "correct; remove bias_correction"
             )
-        uncorrected = summed or (None if self.bias_correction else "bias_correction false")
+        uncorrected = summed or (None if self.bias_correction else "`bias_correction: false`")
         if uncorrected and self.eps_on == "raw":
             raise ValueError(
                 f"eps_on: 'raw' cannot be combined with {uncorrected}, because no bias is corrected then; set "

@@ -77,9 +77,9 @@ class Shampoo(Factored, DelayedRefresh):
         """Raise ValueError unless A^p is a whole power of the factor A, or a whole power of its root A^(-exponent)."""
         if (p > 0 and p.denominator > 1) or (p < 0 and (-p / exponent).denominator > 1):
             raise ValueError(
-                f"statistic: q = {p + 1} needs the power A^({p}) of each factor A, but this stage only has the powers "
-                f"A, A^2, ... and those of its root, A^(-{exponent}), A^(-{2 * exponent}), ...; change q of the "
-                "statistic or the exponent of this stage"
+                f"statistic: with q = {p + 1} it reads the power A^({p}) of each factor A, but this stage can compute "
+                f"only A, A^2, ... from the factor, and A^(-{exponent}), A^(-{2 * exponent}), ... from its root; "
+                f"choose q so that q - 1 is a whole number >= 0, or 1 - q a multiple of the exponent {exponent}"
             )
 
     def _exponent(self, block: tuple[int, ...], axis: int) -> Fraction:

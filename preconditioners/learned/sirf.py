@@ -85,7 +85,7 @@ class SIRF(LearnedFactors):
         if self.moments == "layer" and len(block) > 2:
             raise ValueError(
                 f"`moments: layer` needs blocks with two axes, outputs and inputs, got shape {block}; "
-                "set `blocking: {merge: ..., min_axes: 2}`"
+                f"set `blocking: {{merge: N, min_axes: 2}}`, with N at least {math.prod(block[1:])}"
             )
         slots = {}
         for axis in self.factor_axes(block):

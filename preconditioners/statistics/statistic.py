@@ -290,15 +290,15 @@ class Statistic(Schedulable, ABC, family="statistic"):
             )
         if self.trace_floor and not self.trace_scaling:
             raise ValueError(f"trace_floor: {self.trace_floor} has no effect with trace_scaling 0; remove it")
-        summed = "beta 1" if self.beta == 1 else "damped false" if not self.damped else None
+        summed = "`beta: 1`" if self.beta == 1 else "`damped: false`" if not self.damped else None
         if self.beta == 1 and not self.damped:
             raise ValueError(
-                "damped: false cannot be combined with beta 1, because contributions then have weight 1 anyway; remove "
+                "damped: false has no effect with `beta: 1`, because contributions then have weight 1 anyway; remove "
                 "damped"
             )
         if summed and not self.bias_correction:
             raise ValueError(
-                f"bias_correction: false cannot be combined with {summed}, because there is no bias to correct then; "
+                f"bias_correction: false has no effect with {summed}, because a sum has no bias to correct; "
                 "remove bias_correction"
             )
         if summed and self.slow is not None:
@@ -582,7 +582,7 @@ class InputGram(Statistic):
         if len(block) > 2:
             raise ValueError(
                 f"input_gram: blocks must have two axes, outputs and inputs, got shape {block}; set "
-                "`blocking: {merge: ..., min_axes: 2}`"
+                f"`blocking: {{merge: N, min_axes: 2}}`, with N at least {math.prod(block[1:])}"
             )
         return super().slots(block, axes)
 

@@ -9,6 +9,7 @@ required field.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
@@ -204,8 +205,10 @@ class Component(BaseModel, metaclass=ComponentType):
                 if name not in type(self).model_fields:
                     instead = f"a stage remembers tensors in slots: declare one in `slots` and set `state['{name}']`"
                 elif name == "kind":
-                    instead = "make a component of the other kind"
-                raise RecipeError(f"{type(self).__name__}.{name}: a component cannot be changed; {instead}")
+                    instead = "to use another kind, make a new component"
+                raise RecipeError(
+                    f"{type(self).__name__}.{name}: a component cannot be changed after it was made; {instead}"
+                )
             super().__setattr__(name, value)
 
     def __hash__(self) -> int:
@@ -720,6 +723,27 @@ _REQUIRED = {
 types."""
 
 
+_NUMBERS: Mapping[str, tuple[str, Callable[[str], float]]] = {
+    "float_type": ("a number", float),
+    "int_type": ("a whole number", int),
+}
+"""For errors of pydantic about values that are no numbers, by type of the error: noun for the number, and the function
+that parses one."""
+
+
+def _text_in_place_of_number(got: str, noun: str, parse: Callable[[str], float]) -> str:
+    """Return the message about a text in a field of numbers. A number in quotes is a text, too.
+
+    noun: noun for the number.
+    parse: function that returns the number that a text contains, and raises ValueError if it contains none.
+    """
+    try:
+        remedy = "; remove the quotes" if math.isfinite(parse(got)) else ""
+    except (ValueError, OverflowError):
+        remedy = ""
+    return f"{noun} is required, got the text {short(got)}{remedy}"
+
+
 def _fault(detail: Any, data: Any, where: str, whole: str) -> str:
     names, message = list(_names(detail["loc"], data)), detail["msg"].removeprefix("Value error, ")
     place = detail["loc"][-1] if detail["type"] == "missing_kind" and detail["loc"] else None
@@ -732,6 +756,8 @@ def _fault(detail: Any, data: Any, where: str, whole: str) -> str:
         message = _REQUIRED[detail["type"]]
         if detail["type"] == "tuple_type" and isinstance(got, (int, float, str)):
             message += f", got {short(got)}; write a list, such as [{short(got)}]"
+    if isinstance(got, str) and detail["type"] in _NUMBERS:
+        message = _text_in_place_of_number(got, *_NUMBERS[detail["type"]])
     field, component = message.partition(": ")[0], isinstance(got, Mapping)
     if component and field in got:
         got, component = got[field], False

@@ -81,7 +81,7 @@ STATISTICS = (
             Fault({"kind": "gram", "damped": False, "bias_correction": False}, "bias_correction", "false"),
             Fault({"kind": "gram", "beta": 0.9, "slow": {"beta": 0.8, "weight": 0.5}}, "slow", 0.9, 0.8),
             Fault({"kind": "gram", "beta": 0.9, "slow": {"beta": 0.99, "weight": 2.0}}, "slow", "weight", 1),
-            Fault({"kind": "gram", "beta": 1.0, "slow": {"beta": 0.99, "weight": 0.5}}, "slow", "beta 1"),
+            Fault({"kind": "gram", "beta": 1.0, "slow": {"beta": 0.99, "weight": 0.5}}, "slow", "beta", 1),
         ),
     ),
     Row({"kind": "gram", "beta": 0.5, "slow": {"beta": 0.9, "weight": 0.3}}, "two rates", degree=2),

@@ -307,7 +307,7 @@ def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
     if has_values(flat) and bool((flat != flat[:, :1]).any()):
         raise ValueError(
             f"the first axis of blocks must have outputs only, got blocks of shape {tuple(index.shape[1:])} in which "
-            "it also has inputs; set `blocking: {merge: ..., min_axes: 2}`"
+            "it also has inputs; set `blocking: {merge: N, min_axes: 2}`, with N at least the number of inputs"
         )
     return flat[:, 0].long()
 

@@ -19,7 +19,14 @@ from .causes import RandomStates, files_of, global_draw
 
 
 class LawError(AssertionError):
-    """Error about a component that breaks a law. The message has the component, the problem and the name of the law."""
+    """Error about a component that breaks a law. The message has the component, the problem and the name of the law.
+
+    law: name of the law, if it is another one than the law that is being checked; else "".
+    """
+
+    def __init__(self, message: str, law: str = "") -> None:
+        super().__init__(message)
+        self.law = law
 
 
 class GlobalDrawError(LawError):
@@ -86,7 +93,7 @@ class Law(Generic[AnyCase]):
         try:
             self.check(case)
         except LawError as error:
-            return LawError(f"{case.who}: {error}  [broken law: {self.name}]")
+            return LawError(f"{case.who}: {error}  [broken law: {error.law or self.name}]")
         except Exception as error:
             problem = str(error)
             if not isinstance(error, ContractError):
@@ -95,8 +102,8 @@ class Law(Generic[AnyCase]):
                 frame = next((frame for frame in reversed(frames) if frame.filename in own), frames[-1])
                 where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
                 notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-                got = f"{type(error).__name__}: {error}{notes}, raised at {where}"
-                problem = f"{case.who}: a call of its methods: expected no exception, got {got}"
+                got = f"{type(error).__name__}: {error}, raised at {where}{notes}"
+                problem = f"{case.who}: expected no exception in its methods, got {got}"
             found = LawError(f"{problem}  [broken law: {self.name}]")
             found.__cause__ = error
             return found

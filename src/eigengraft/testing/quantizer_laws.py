@@ -14,7 +14,7 @@ from eigengraft.slots import Encoded, Role, Slot, Uniform
 from .accelerator import accelerator
 from .causes import WATCHED_BLOCKS, casts_of_nan, stack_cause, write_cause
 from .device_laws import require_no_waits, without_accelerator
-from .laws import Case, Law, broken, in_parentheses, require, require_close, the_declaration_survives
+from .laws import Case, Law, LawError, broken, in_parentheses, require, require_close, the_declaration_survives
 from .samples import standard_normal
 
 _FLOAT32 = torch.float32
@@ -47,9 +47,12 @@ class QuantizerCase(Case[Quantizer]):
             problem = self.component.unsupported(slot)
             if problem is None:
                 return slot, make().float()
-        what = f"unsupported() for slots of shape {(d, d)} and the roles {', '.join(matrices)}"
-        cause = in_parentheses(f"of {role}: {problem}; raise `size` if the quantizer needs larger matrices")
-        raise broken(what, "None, which accepts the slot, for at least one role", "a refusal of each", cause)
+        raise LawError(
+            f"unsupported() refuses slots of shape {(d, d)} in each of the roles {', '.join(matrices)}, so that "
+            "nothing can be checked; return None for at least one role, or raise `size` if the quantizer needs larger "
+            f"matrices (reason given for {role}: {problem})",
+            law="slots of at least one role are accepted",
+        )
 
     def examples(self, blocks: int = 4) -> Iterator[tuple[str, Slot, Tensor]]:
         """Yield (text, slot, x): declarations of state tensors (slots) that the quantizer accepts, and values to store.

@@ -52,7 +52,7 @@ class ViewCase(Case[View]):
                 except ValueError as error:
                     refused = str(error)
                 except Exception as error:
-                    error.add_note(f"in of({shape}); raise ValueError for a parameter that does not fit")
+                    error.add_note(f"in the call of({shape}); for a parameter that does not fit, raise ValueError")
                     raise
         if not found:
             cause = in_parentheses(f"the last: {refused}; give shapes that the view accepts as `shapes`")

@@ -92,15 +92,19 @@ def a_stack_is_solved_as_its_matrices(case: SolverCase[AnySolver]) -> None:
         many = definite(WATCHED_BLOCKS)
         return stack_cause(case.component, lambda: solve(case.component, many))
 
-    for name, a in (("", definite()), (" of unlike sizes", unlike(definite()))):
+    for name, a in (("", definite()), (UNLIKE, unlike(definite()))):
         stacked, marked = result_and_ok(case.component, a)
         for i in range(len(a)):
             alone, ok = result_and_ok(case.component, a[i : i + 1])
-            what = f"matrix {i} in a stack of {len(a)}{name} and alone"
+            what = f"matrix {i}, alone and in a stack of {len(a)}{name}"
             if ok.tolist() != marked[i : i + 1].tolist():
                 raise broken(f"`ok` for {what}", "the same", "another", cause())
             ours, theirs = (x.nan_to_num() if name else x for x in (stacked[i : i + 1], alone))  # of a singular matrix
             require_close(ours, theirs, ROUNDING, f"the result of {what}", cause)
+
+
+UNLIKE = " matrices whose norms differ by factors of up to 1e16"
+"""Text about the result of `unlike`, after the number of its matrices."""
 
 
 def unlike(a: Tensor) -> Tensor:
@@ -351,7 +355,7 @@ def roots_of_diagonals_are_elementwise(case: SolverCase[RootSolver]) -> None:
     cause = partial(stack_cause, solver, partial(solver.diagonal_root, a[:1].repeat(WATCHED_BLOCKS, 1), exponent))
     for i in range(len(unlike_rows)):
         alone = solver.diagonal_root(unlike_rows[i : i + 1], exponent).value.nan_to_num()
-        what = f"the root of diagonal {i} in a stack of unlike sizes and alone"
+        what = f"the root of diagonal {i}, alone and in a stack of {len(unlike_rows)}, one of them 1e-8 times another"
         require_close(together[i : i + 1], alone, ROUNDING, what, cause)
 
 
@@ -434,7 +438,7 @@ def each_matrix_has_one_bound_and_is_not_written_to(case: BoundCase) -> None:
 def bounds_of_a_stack_are_those_of_its_matrices(case: BoundCase) -> None:
     """The bound of a matrix's largest eigenvalue is the same alone and in a stack of matrices."""
     cause = partial(stack_cause, case.component, partial(case.component.upper, definite(WATCHED_BLOCKS)))
-    for name, a in (("", definite()), (" of unlike sizes", unlike(definite()))):
+    for name, a in (("", definite()), (UNLIKE, unlike(definite()))):
         together = case.component.upper(a)
         for i in range(len(a)):
             what = f"the bounds of matrix {i}, computed alone and in a stack of {len(a)}{name}"
