@@ -227,7 +227,11 @@ class CommPlan:
         return Round(groups, Message(held), Message(sent), Message(owned), Message(received))
 
     def _transfers(self, group: int, block: PlacedBlock, rank: int) -> list[Transfer]:
-        """Return the entries of a block that a rank holds, as sets that are each contiguous in a message."""
+        """Return the entries of a block that a rank holds, as transfers: sets of entries that are side by side in a
+        message.
+
+        group: index of the block group to which the block belongs.
+        """
         layout = self.layouts[block.position]
         held = layout.boxes[rank]
         dtype = self.block_groups[group].dtype

@@ -72,9 +72,13 @@ class Layout:
     def from_placements(
         cls, shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]
     ) -> Layout:
-        """Return the layout of a DTensor with these placements on a mesh of that shape.
+        """Return the layout of a DTensor. Ranks are in row-major order of its mesh.
 
-        Ranks are in row-major order of the mesh. Raises ValueError for a placement other than Shard and Replicate.
+        Raises ValueError for a placement other than Shard and Replicate.
+
+        shape: shape of the full tensor.
+        mesh: shape of the device mesh.
+        placements: placement along each axis of the mesh.
         """
         for placement in placements:
             if placement.is_partial() or not (hasattr(placement, "dim") or placement.is_replicate()):
@@ -101,7 +105,10 @@ class Layout:
         return cls(shape, tuple(boxes), tuple(replicas), parts)
 
     def reordered(self, order: Sequence[int]) -> Layout:
-        """Return the layout with the ranks in another order."""
+        """Return the layout with the ranks in another order.
+
+        order: for each rank of the new layout, the rank of this layout that holds the same entries.
+        """
         boxes, replicas = [self.boxes[i] for i in order], [self.replicas[i] for i in order]
         parts = self.parts if self.parts is None or self.replicated else self.parts.reordered(order)
         return Layout(self.shape, tuple(boxes), tuple(replicas), parts)
@@ -396,14 +403,14 @@ def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
 def _runs(
     lengths: list[int], merged: range, piece: Piece, strides: Mapping[int, Stride], merged_shape: Numbers
 ) -> Iterator[_Run]:
-    """Yield the ranges of indices (`_Run`) along some axes of the parameter that together contain the entries of a
-    piece of a block.
+    """Yield the ranges (`_Run`) that a piece of a block covers along a group of consecutive axes of the parameter.
 
-    Blocks are cut from the parameter in its merged shape. In this shape some axes are merged into one axis, and some
-    axes are divided into several. `lengths` and `merged` describe the same axes before and after this change.
+    Blocks are cut from the parameter in its merged shape. A group of axes is either merged into one axis of this shape,
+    or consists of one axis that is divided into several axes of this shape (and perhaps axes of length 1). For example,
+    if axes of lengths 3 and 3 are merged into one axis, its indices 2 to 4 are the two ranges (0, 2) and (1, 0:2).
 
-    lengths: lengths of these axes in the parameter: axes that were merged into one, or the one axis that was divided.
-    merged: numbers of these axes in the merged shape.
+    lengths: lengths of the axes of the group in the parameter.
+    merged: the axes of the merged shape that correspond to the group.
     piece: the piece, a box in the merged shape.
     strides: distance in the block between neighbors along each axis of the merged shape, as `_strides` returns it.
     merged_shape: the merged shape of the parameter.

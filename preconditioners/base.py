@@ -326,7 +326,11 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @property
     def _earliest(self) -> int:
-        """First step at which the stage can refresh: 1, or 0 for a lagged stage, as `Cadence.first_due` expects it."""
+        """First step at which the stage can refresh, as `Cadence.first_due` expects it: 1, or 0 for a lagged stage.
+
+        A lagged stage applies its state to a gradient before it learns from that gradient. In step 0 it learns from the
+        first gradient, and the parameter is not changed.
+        """
         return 0 if self.cached_traits().lagged else 1
 
     @final

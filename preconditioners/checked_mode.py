@@ -79,10 +79,11 @@ class Checks(Watch):
             self._require_finite(f"wrote slot '{name}'", value)
 
     def stored(self, state: State, name: str, value: Tensor) -> None:
-        """Record that a slot was written back.
+        """Record that a hook of a stage assigned a value to a slot (wrote it back).
 
-        A hook may write back a tensor that it loaded. Later writes to that tensor are still checked. Any other value
-        has been copied into the state, so that later writes to it change nothing.
+        If the value is the tensor that the hook had loaded from the slot, later writes to it in place are still
+        checked, because they change the state. Any other value was copied into the state. Later writes to it do not
+        change the state, and are not checked.
         """
         key = StateKey.join(state.path, name)
         self.written.add(key)

@@ -42,14 +42,17 @@ _STORAGES: Any = (
 class BudgetBench(DampedBench):
     """error = sqrt(1 - prod_i cos_i^2) <= bound,  cos_i = tr(X_i A_i Y_i) / sqrt(tr(X_i A_i X_i) tr(Y_i A_i Y_i))
 
-    For each layer of a model, every solver, interval and storage is measured, and the cheapest choice is returned whose
-    error is at most `bound`. A_i is the present factor of axis i. Y_i = (A_i + r I)^-e is its exact root, with the
-    exponent e of the recipe, where r is `ridge` times the largest eigenvalue of A_i. X_i is the root that the optimizer
-    would use: a solver computes it in float32 from the factor of `interval - 1` steps before, and a storage encodes and
-    decodes it. cos_i is the cosine of X_i G and Y_i G over gradients G with E[G G^T] = A_i. The error is the sine of
-    the angle between the direction with the roots X_i and the direction with the roots Y_i. It ignores scalar factors
-    of a direction, because grafting removes them. The factors are those of a run (`record`). A `checkpoint` or a
-    spectrum has no earlier factors, so that only interval 1 can be measured.
+    A_i: the present factor of axis i of a layer.
+    Y_i: the exact root (A_i + r I)^-e, with e the field `exponent` and r = `ridge` times the largest eigenvalue of A_i.
+    X_i: the root that the optimizer would use. A solver computes it in float32, and a storage encodes and decodes it.
+        The solver reads the factor of `interval - 1` steps ago, because a root is in use until it is that old.
+    cos_i: the cosine of X_i G and Y_i G over gradients G with E[G G^T] = A_i.
+
+    The bench measures every solver, interval and storage for each layer of a model. It recommends the cheapest choice
+    whose error is at most `bound`. The error is the sine of the angle between two directions of the layer: that with
+    the roots X_i, and that with the exact roots Y_i. It ignores scalar factors of a direction, because grafting removes
+    them. The factors are those of a run (`record`). A `checkpoint` or a spectrum has no earlier factors, so that only
+    interval 1 can be measured.
 
     The cost is the stored bytes, or the time of a step: the time to solve and encode, divided by the interval, plus the
     time to decode.

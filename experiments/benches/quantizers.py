@@ -58,10 +58,12 @@ _PREFERRED: tuple[Declaration, ...] = (
 
 
 def without_least_size(declared: Any) -> Any:
-    """Return the declaration of a quantizer with `min_elements: 1`, so that it stores matrices of every size.
+    """Return the declaration of a quantizer, with `min_elements: 1` added if it declares no `min_elements`.
 
-    A declared `min_elements` is kept. In recipes this field exempts small slots from quantization, which says nothing
-    about the format.
+    In recipes, slots with fewer entries than `min_elements` are not quantized. The bench measures formats on matrices
+    of every size, small ones too. The declaration of an `inner` quantizer is changed in the same way.
+
+    declared: the kind of a quantizer, or a mapping of its fields. Other values are returned unchanged.
     """
     if isinstance(declared, str):
         declared = {"kind": declared}

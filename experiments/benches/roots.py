@@ -1,7 +1,7 @@
 """A bench of solvers for inverse roots, on matrices of several spectra, sizes and dtypes.
 
-It measures the error, the residual, the number of iterations and the time of each solver, and the shares of matrices
-that a solver did not reject and whose root is positive definite.
+It measures the error, the residual, the number of iterations and the time of each solver. It also measures two shares:
+that of the matrices that the solver accepts, and that of the matrices with a positive definite root.
 """
 
 from __future__ import annotations

@@ -190,7 +190,11 @@ def lines_of(panel: Panel, rows: BenchRows) -> tuple[str, list[Line]]:
 
 
 def recommend(recommendations: Iterable[Recommendation], rows: BenchRows) -> list[str]:
-    """Return the recommendations as text, with one line for each rule and each problem."""
+    """Return one line of text for each pair of a rule and a problem: the cheapest candidate that the rule accepts.
+
+    recommendations: the rules.
+    rows: measurements of candidates on problems, such as matrices of one size and dtype.
+    """
     lines = []
     for one in recommendations:
         for where, own in group_by((row for row in measured_rows(rows) if one.keep(row)), one.where).items():

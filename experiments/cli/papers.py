@@ -83,8 +83,8 @@ def _outdated(pages: Mapping[Path, str], renew: bool) -> list[str]:
 
 
 def _print_verdicts(folder: Path, claims: PaperClaims) -> list[str]:
-    """Print the verdict of every claim. Return the names of claims that do not hold although the paper's folder expects
-    so.
+    """Print the verdict of every claim. Return the names of claims that are expected to hold (`expected: holds`), but
+    do not hold.
     """
     from ..reproduction.claims import judge
     from ..reproduction.pages import read_studies

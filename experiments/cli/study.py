@@ -238,8 +238,8 @@ def demo_command(
 ) -> None:
     """Compare AdamW, Shampoo, SOAP and Muon, each at its tuned learning rate, on three small tasks; write a report.
 
-    The runs of the first seed come first, and of these the runs of the quickest task. After each of these parts, a
-    report is written, and the expected time of the other runs is printed, by the time of the finished ones. With
+    The runs of the first seed come first, and of these the runs of the quickest task. After each of these two parts, a
+    report is written, and the time of all other runs is estimated from the finished runs and printed. With
     `seeds=[0]` the command ends after the first seed.
     """
     from ..reports.report import Report
@@ -259,8 +259,10 @@ def demo_command(
 
 
 def _parts(study: Study, directory: Path) -> list[Study]:
-    """Return the parts of a study with an axis `task`, in their order: the first seed of the quickest task, the first
-    seed, and the whole study. The first two are left out if `directory` has all of their runs.
+    """Return studies of growing size, to be run one after the other in place of a study with an axis `task`.
+
+    They are (1) the quickest task with the first seed, (2) all tasks with the first seed and (3) the whole study. The
+    first and the second are each left out if `directory` already has all of their runs.
     """
     from ..studies.preview import preview_study
 

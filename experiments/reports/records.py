@@ -476,7 +476,12 @@ class Records:
         return next((one for one in self.tuned if one.cell == cell_name(labels)), None)
 
     def rate_edge(self, labels: Mapping[str, str]) -> str:
-        """Return the end of the tried values at which a cell's tuned learning rate is: "least", "largest" or ""."""
+        """Return "least" or "largest" if the tuned learning rate of a cell is the least or the largest that was tried.
+
+        Return "" if it is neither, or if no learning rate was tuned.
+
+        labels: the label of the cell on each axis.
+        """
         found = self.search(labels)
         return "" if found is None else found.edges.get("lr", "")
 

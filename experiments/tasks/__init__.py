@@ -1,4 +1,4 @@
-"""Tasks, each with data, a model and a loss, and models that are given only by names and shapes of parameters."""
+"""Tasks: each has data, a model and a loss. `model_shapes` has models without data: names and shapes of parameters."""
 
 from .algorithmic import ModularAddition as ModularAddition
 from .algorithmic import SequenceToSequence as SequenceToSequence

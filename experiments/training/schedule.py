@@ -60,7 +60,7 @@ class Constant(LearningRateSchedule):
 
 
 class Cosine(LearningRateSchedule):
-    """decay(t) = final + (1 - final) (1 + cos(pi t)) / 2"""
+    """decay(t) = final + (1 - final) (1 + cos(pi t)) / 2,  t the fraction of the run after warm-up, from 0 to 1"""
 
     kind: Literal["cosine"] = "cosine"
     final: float = Field(default=0.1, ge=0, le=1, description="fraction of the learning rate left at the end")
@@ -80,7 +80,7 @@ class Linear(LearningRateSchedule):
 
 
 class PowerDecay(LearningRateSchedule):
-    """decay(t) = final + (1 - final) (1 - t^power)
+    """decay(t) = final + (1 - final) (1 - t^power),  t the fraction of the run after warm-up, from 0 to 1
 
     With power 1 it is `linear`. With a larger power the learning rate stays high for longer; with power 1/2 it falls
     fastest at the start.
@@ -96,6 +96,8 @@ class PowerDecay(LearningRateSchedule):
 
 class WarmupStableDecay(LearningRateSchedule):
     """decay(t) = 1 if t <= 1 - f, else final + (1 - final) s(x), with f = decay_fraction and x = (t - 1 + f) / f
+
+    t is the fraction of the run after warm-up, from 0 to 1.
 
     linear:  s(x) = 1 - x  (WSD, Hu et al. 2024, arXiv:2404.06395; f = 1 is `linear`)
     sqrt:    s(x) = 1 - sqrt(x)  (Haegele et al. 2024, arXiv:2405.18392)

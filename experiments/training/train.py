@@ -544,7 +544,13 @@ def _advice(run: RunDirectory) -> str:
 
 @contextmanager
 def isolated_run(experiment: Experiment, ranks: Ranks | None = None) -> Iterator[None]:
-    """Give the block its own random state and thread count, and restore those of the caller at its end."""
+    """Return a context manager. The code inside its `with` statement has its own random state and thread count.
+
+    At the end of the statement, the random state and the thread count of the caller are restored.
+
+    experiment: the experiment, whose fields `seed` and `threads` apply inside.
+    ranks: processes of the run. None: the run has one process.
+    """
     threads = torch.get_num_threads()
     device = experiment.device if ranks is None else str(ranks.device)
     on_device = device != "cpu" and torch.cuda.is_available()

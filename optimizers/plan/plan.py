@@ -246,8 +246,8 @@ def _stored(
 def _local_bytes(recipe: Recipe, spec: ParamSpec) -> dict[str, NDArray[np.int64]]:
     """Return the bytes of state that each rank stores for its shard of a parameter, `[R]`, by location.
 
-    This state consists of the iterates of an averaging, the slots of constraints, and the state of shards that are
-    updated in place. All other state is stored by the owners of blocks.
+    This state consists of the iterates of an averaging and the slots of constraints, and of the state of the stages if
+    the parameter's blocks have no owners. All other state is stored by the owners of blocks.
     """
     rule, computed, placement = recipe.rules()[spec.path], compute_dtype(spec.dtype), spec.placed
 

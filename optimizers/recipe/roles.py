@@ -337,12 +337,13 @@ class Heads:
     def _beside(self) -> None:
         """Add output layers in the same module as a head, such as the regression of boxes beside a classification.
 
-        From each head the layers after it are visited, and then the layers before it, both times the nearest first.
-        Each becomes a head. A visit ends at a layer that is in another module, has another number of inputs, or cannot
-        be a head. In a `ModuleList` the number of inputs may differ, as for detection heads at several scales.
+        For each head, two searches go through its neighbors: one through the layers after it, and one through the
+        layers before it, both beginning with the nearest. A search makes each layer a head, until it ends at the first
+        layer that is in another module, has another number of inputs, or cannot be a head. In a `ModuleList` the number
+        of inputs may differ, as for detection heads at several scales.
 
-        Layers before the head are not visited if the head is directly in the model, or in a `Sequential`: there they
-        are usually hidden layers.
+        There is no search before a head that is directly in the model, or in a `Sequential`: the layers there are
+        usually hidden.
         """
         for head in [layer for layer in self.layers if layer.key in self.why and self.known and layer.path]:
             stack, place = head.path[:-1], self.places[head]

@@ -50,7 +50,7 @@ class Provided:
 
     @property
     def names(self) -> set[str]:
-        """Return the names of the signals (inputs of stages beside gradients) that have a value for the next step."""
+        """Names of the signals (inputs of stages beside gradients) that have a value for the next step."""
         return {name for name, values in self._kept.items() if values}
 
     def add(self, signal: Signal, value: Given, parameters: Iterable[Tensor]) -> None:
@@ -87,7 +87,10 @@ class Provided:
         return value / kept[1] if signal.reduce == "mean" and kept[1] > 1 else value
 
     def clear(self) -> list[str]:
-        """Drop the values for the next step and return the names of their signals. Functions in `sources` stay."""
+        """Delete the values that were added for the next step. Return the names of the signals that had a value.
+
+        The functions in `sources` are not deleted.
+        """
         names = list(self.names)
         self._kept.clear()
         return names

@@ -117,10 +117,10 @@ class _Owned(NamedTuple):
 def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: Loads) -> Balance:
     """Assign an owner to each block of parameters that the same ranks share, and add the cost of the blocks to `loads`.
 
-    The order of the parameters has no effect. The cost of parameters that are updated in place is added first. If a
-    stage needs sums over a parameter, all blocks of that parameter have one owner. Frozen parameters are assigned last,
-    so that the work on all other parameters is balanced without frozen ones. Return the balance of the parameters that
-    are not frozen.
+    The order of the parameters has no effect. The cost of parameters whose blocks need no owners (`ParamSpec.in_place`)
+    is added first. If a stage needs sums over a parameter, all blocks of that parameter have one owner. Frozen
+    parameters are assigned last, so that the work on all other parameters is balanced without frozen ones. Return the
+    balance of the parameters that are not frozen.
     """
     balances = [
         _assign([spec for spec in specs if spec.frozen is frozen], recipe, phases, loads) for frozen in (False, True)

@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=_worker.cache_clear)  # a forked process has 
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """A refresh under way.
+    """A refresh that has begun, and whose results are not stored yet.
 
     state: state of the refreshed blocks. Its slots of role "pending" store the results until they take effect.
     seeds: `[n]`, seeds of the blocks.
@@ -90,7 +90,9 @@ class _Job:
 
 
 class StackRefreshes(DelayedRefreshes):
-    """The delayed refreshes of one stack that are under way.
+    """The delayed refreshes of one stack: computations of new roots or bases, in a worker thread beside training.
+
+    The object knows the refreshes that have begun and whose results are not stored yet.
 
     device: device of the stack.
     """
@@ -117,7 +119,8 @@ class StackRefreshes(DelayedRefreshes):
             return
         if self._side is None:
             self._side = Streams() if kind == "cpu" else SIDE_STREAMS[kind](self.device)
-        # full precision is a setting of torch for all threads, so no thread may compute at the same time
+        # `full_products` changes a setting of torch that applies to all threads. In the worker thread it would also
+        # change the products of training, so the refresh is computed here, where training waits for it.
         if products_are_rounded(self.device):
             with full_products(self.device):
                 future: Future[tuple[Results, Any]] = Future()
@@ -130,7 +133,7 @@ class StackRefreshes(DelayedRefreshes):
         self._finish([job for job in self._jobs if job.state.path == path and np.isin(job.seeds, seeds).any()])
 
     def finish_all(self) -> None:
-        """Store the results of all refreshes that are under way."""
+        """Store the results of all refreshes that have begun."""
         self._finish(list(self._jobs))
 
     def _finish(self, jobs: list[_Job]) -> None:

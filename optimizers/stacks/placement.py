@@ -83,14 +83,17 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
     """Return the phases of all blocks of all parameters of an optimizer.
 
     A block's phase is the fraction of a refresh interval at which the block is refreshed. To compute phases, the blocks
-    are sorted by the path of their update and by their shape, then by the name of the parameter and by key. The
-    phase of a block is the cost of the refreshes of all blocks before it plus half the cost of its own refresh, as a
-    fraction of the total cost. Equal parts of a refresh interval then have equal costs, as nearly as indivisible blocks
-    allow. A cadence may demand that at least some number of refreshes are due in the same step (`min_wave_work`).
-    Phases are then rounded down to multiples of a fraction of the interval, so that neighbors are due together.
+    are sorted by the path of their update rule in the recipe, then by their shape, by the name of their parameter and
+    by block key (the number of the block in its parameter). The phase of a block is the cost of the refreshes of all
+    blocks before it plus half the cost of its own refresh, as a fraction of the total cost. Equal parts of a refresh
+    interval then have equal costs, as nearly as indivisible blocks allow.
 
-    Phases do not depend on ranks, or on the order or the grouping of parameters. Blocks of one update and shape that
-    are due together are neighbors in the sorted order.
+    A cadence may demand a least amount of refresh work for each step that has refreshes (`min_wave_work`). An interval
+    then has n such steps (`Cadence.waves`), and phases are rounded down to multiples of 1 / n. Blocks that are
+    neighbors in the sorted order are then refreshed in the same step.
+
+    Phases do not depend on ranks, or on the order or the grouping of parameters. Blocks of one update rule and shape
+    that are refreshed in the same step are neighbors in the sorted order.
     """
     params = set(parameters)
     kinds = _kinds(recipe, params)
@@ -148,10 +151,10 @@ class ParamPlacement:
     """The ranks that hold a parameter and the ranks that update it.
 
     layout: entries of the parameter that each rank holds.
-    owners: by block key, the rank that owns the block. None: every rank updates entries in place, and no blocks are
-        sent.
-    parts: entries that each rank updates in place if several ranks hold the same entries. After the update these ranks
-        send their parts to each other. None: a rank updates all entries that it holds.
+    owners: by block key, the rank that owns the block: it computes the update and sends it to the other ranks. None: no
+        block has an owner. Each rank updates entries that it holds, and no blocks are sent.
+    parts: for a parameter without owners whose entries several ranks hold: the entries that each rank updates. After
+        the update these ranks send their parts to each other. None: each rank updates all entries that it holds.
     """
 
     layout: Layout
@@ -160,7 +163,7 @@ class ParamPlacement:
 
     @property
     def updated(self) -> Layout:
-        """The entries that each rank updates in place. A rank stores the state of these entries."""
+        """For a parameter without owners: the entries that each rank updates, and whose state it stores."""
         return self.layout if self.parts is None else self.parts
 
 
@@ -207,7 +210,7 @@ class ParamSpec:
 
     @property
     def in_place(self) -> bool:
-        """True if every rank updates entries of the parameter in place, so that its blocks are not sent."""
+        """True if the blocks have no owners. Each rank then updates entries that it holds, and sends no blocks."""
         return self.placement is not None and self.placement.owners is None
 
     @property

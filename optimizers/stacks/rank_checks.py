@@ -274,8 +274,8 @@ class RankSurvey:
 
     names: names of the parameters.
     present: `[P]`, True for parameters that have a gradient on this rank.
-    sums: sums over ranks, float64 `[P]` on the device. The key SQUARES has those of squared entries, the key ABSENT
-        those of 1 for each rank without the gradient.
+    sums: sums over ranks, float64 `[P]` on the device. The key SQUARES has the sum of squared entries of each full
+        gradient, the key ABSENT the number of ranks on which the gradient is absent.
     largest: `[P]`, largest usable sum of squares: the largest finite number of the dtype in which the update is
         computed. For an update that squares no gradient, the dtype is float64, in which the squares of all float32
         numbers are finite.
@@ -338,6 +338,7 @@ def failed_roots(path: str, tolerated: int, names: Sequence[str]) -> ArithmeticE
 
     path: path of the update in the recipe.
     tolerated: number of failures in a row that are tolerated.
+    names: names of these parameters.
     """
     return ArithmeticError(
         f"{path}: more than {tolerated} refreshes in a row, the limit set by failure.roots, could not compute the "

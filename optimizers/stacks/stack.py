@@ -63,7 +63,7 @@ class StackState:
         "<stage path>/<slot>/<code>".
     checks: checks of the contract of every stage. None: the optimizer is not in checked mode.
     step_watch: measurement of the present step, which also runs the checks. None: the step is not measured.
-    refreshes: delayed refreshes that are under way. None: no stage has a delay.
+    refreshes: delayed refreshes that have begun and are not finished. None: no stage has a delay.
     fresh: cache of the codes of initial values, which several stacks share and extend.
     """
 
@@ -461,8 +461,10 @@ def cut_blocks(
 ) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
     """Cut parameters into blocks. Yield (kind of the blocks, position of the parameter, grid of equal blocks).
 
-    A parameter has several grids if its blocks differ in shape. Parameters that ranks update in place are left out.
+    A parameter has several grids if its blocks differ in shape. Parameters whose blocks have no owners
+    (`ParamSpec.in_place`) are left out: of these, `blocks_in_place` yields the blocks.
 
+    specs: the specification of each parameter. A position is an index in this list.
     positions: positions of the parameters to cut.
     """
     for position in positions:
@@ -475,10 +477,13 @@ def cut_blocks(
 
 
 def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
-    """Yield (kind of the block, position of the parameter, grid of one block) for parameters that are updated in place.
+    """Yield (kind of the block, position of the parameter, grid of one block) for parameters whose blocks have no
+    owners (`ParamSpec.in_place`).
 
     The block consists of all entries of the parameter that this rank updates. A parameter without such entries is left
     out.
+
+    specs: the specification of each parameter. A position is an index in this list.
     """
     for position, spec in enumerate(specs):
         if spec.in_place:
@@ -630,8 +635,10 @@ def build(
 def _stack_states(
     lists: Iterable[EqualBlocks], specs: Sequence[ParamSpec], recipe: Recipe, limit: int | None = None
 ) -> list[StackState]:
-    """Return stacks of blocks that this rank computes without messages.
+    """Join equal blocks to stacks, and allocate the state of their updates. The blocks are not sent between ranks.
 
+    lists: lists of equal blocks. A list with too many blocks for one stack becomes several stacks.
+    specs: the specification of each parameter, by position.
     limit: largest size in bytes of a stack with several blocks. None: no such limit.
     """
     found, fresh = [], FreshCodes()

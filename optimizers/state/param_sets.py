@@ -356,7 +356,7 @@ class ParamSets:
             param_set.resolve_deferred()
 
     def finish_refreshes(self) -> None:
-        """Wait for all delayed refreshes that are under way, and store their results in the state.
+        """Wait for all delayed refreshes that have begun, and store their results in the state.
 
         A delayed refresh takes effect some steps after it began. Until then, a separate slot (of role "pending")
         stores its result.

@@ -119,7 +119,8 @@ class GraphNumbers(StepNumbers):
     and a program is a traced function that computes their update.
 
     counts: by index of a stack, the step count of its blocks, 0-d; float32 for a fused kernel, else float64.
-    of_programs: by (index of a stack, program of the stack), the inputs `Program.numbered` of the program by name.
+    of_programs: by (index of a stack, program of the stack), the inputs of the program whose names are in
+        `Program.numbered`: tensors by name.
     """
 
     captured = True

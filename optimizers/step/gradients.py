@@ -126,13 +126,15 @@ class GivenGradients:
 
 @dataclass(frozen=True)
 class LocalSurvey:
-    """Facts about the gradients of P parameters in one process. `RankSurvey` has the same methods for several ranks.
+    """Facts about the gradients of P parameters in one process: whether they are 0 or usable, and their squares.
+
+    `RankSurvey` has the same methods for several ranks.
 
     given: the gradients.
-    small: stacks of small parameters on a CPU. Their gradients are gathered before they are checked, because one check
-        of a stack is faster than one of each parameter. The step then uses the gathered gradients.
-    large: positions of the parameters that are in no small stack.
-    gathered: gradients `[N, *block]` of small stacks that the check has gathered, by number of the stack.
+    small: stacks of small parameters on a CPU. The method `usable` copies the gradients of such a stack into one
+        tensor, because one check of this tensor is faster than a check of each gradient. The step then uses the tensor.
+    large: positions (indices in the parameter set) of the parameters that are in no small stack.
+    gathered: the tensors `[N, *block]` that `usable` has made, by index of the small stack (`StackState.number`).
     """
 
     given: GivenGradients
@@ -275,13 +277,17 @@ class FiniteCheck:
         return GradientCheck(given, survey, present, usable, answers)
 
     def finish(self, check: GradientCheck, answers: Sequence[bool]) -> tuple[NDArray[np.bool_], Tensor | None]:
-        """Return (active, mask), and change nothing but the counts of unusable gradients.
+        """Decide which parameters the step updates. Return (active, mask).
 
-        active: `[P]` on the host, True for parameters that the step updates. A group with lr 0 and gradients 0 is not
-            active, because torch.distributed.checkpoint makes such a step only to have state allocated.
-        mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
+        Nothing changes but the counts of unusable gradients.
 
-        answers: the booleans of `check.answers`, which the host has read. Empty if there are none.
+        active: `[P]` on the host, True for parameters that the step updates, unless `mask` excludes them. A group with
+            lr 0 and gradients 0 is not active, because torch.distributed.checkpoint makes such a step only to have
+            state allocated.
+        mask: `[P]` on the device, if the host does not read the check. Where it is False, the step leaves an active
+            parameter unchanged. None: all active parameters are updated.
+
+        answers: the booleans of `check.answers`, copied to the host. Empty if `check.answers` is None.
 
         Raises FloatingPointError for an unusable gradient if the recipe requests an error.
         """

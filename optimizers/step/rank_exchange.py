@@ -39,7 +39,7 @@ from .gradients import GivenGradients, GradientSurvey
 class RankExchange(LocalExchange):
     """Exchange between ranks, all of which call the same methods in the same order.
 
-    Blocks of most parameters are sent to the ranks that own them. Other parameters are updated in place: each rank
+    Blocks of most parameters are sent to the ranks that own them. Blocks of other parameters have no owners: each rank
     computes the update of the entries that it holds, without messages, as `LocalExchange` does. If several ranks hold
     the same entries of such a parameter, each of them updates a part of these entries, and `RankStep.finish` sends
     each part to the others.
@@ -236,7 +236,8 @@ class RankStep(LocalStep):
         self.comm_step.close()
         del self.comm_step  # breaks a reference cycle, so that tensors are freed at once
         # All ranks must write the same parameters together: constraints sum norms over ranks, and an averaging stores
-        # numbers of each parameter, such as a sum of weights. A rank without entries therefore writes zeros.
+        # numbers of each parameter, such as a sum of weights. A rank whose shard of a parameter is empty therefore
+        # writes it too, with an empty update.
         if chosen := [i for i in self.exchange.at_end if active[i]]:
             for i in (i for i in chosen if i not in self._held):
                 self._held[i] = parameters[i], torch.zeros_like(parameters[i])

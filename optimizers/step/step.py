@@ -159,9 +159,9 @@ class ParamSet:
                 self._begun[position] = self.step_counts[position] > 0
 
     def finish_refreshes(self) -> None:
-        """Wait for all delayed refreshes that are under way, and store their results in the state.
+        """Wait for all delayed refreshes that have begun, and store their results in the state.
 
-        Slots of role "pending" store them until they take effect.
+        Slots of role "pending" store the results until these take effect.
         """
         for own in self.stack_states:
             if own.refreshes is not None:
@@ -303,12 +303,13 @@ class ParamSet:
         self._count_back(np.flatnonzero(check.present).tolist())
 
     def inputs(self, check: GradientCheck, answers: Sequence[bool]) -> Step | None:
-        """Return the step that updates the parameters with usable gradients, or None if there are none.
+        """Return the inputs of the step, which updates the parameters with usable gradients. None: there are none.
 
         Nothing changes but the counts of unusable gradients.
 
         check: check of the gradients, from `check_gradients`.
-        answers: True for each usable gradient, as `copy_answers` returns it; [] if the host need not read the result.
+        answers: the booleans of `check.answers`, which `copy_answers` has copied to the host: for each checked
+            gradient, True if it is usable. Empty if `check.answers` is None.
 
         Raises the errors of `FiniteCheck.finish`.
         """

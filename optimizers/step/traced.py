@@ -212,11 +212,12 @@ class ProgramSource:
 
     @cached_property
     def inputs(self) -> Mapping[str, TensorKind]:
-        """Shape and dtype of each input of the program by name, in order, except the numbers that stages request.
+        """Shape and dtype of each input of the program by name, in order.
 
-        A program that writes has the parameter, the gradient, the slots and the fields of `WriteNumbers`. Scheduled
-        numbers are float64, because stages compute numbers such as 1 - beta from them, which would lose bits in
-        float32.
+        Left out are the numbers that stages request by `context.per_block`, such as bias corrections. They are known
+        only after tracing (`Program.asked`). The inputs of a program that updates parameters begin with the parameter,
+        the gradient, the slots and the fields of `WriteNumbers`. Scheduled numbers are float64, because stages compute
+        numbers such as 1 - beta from them, which would lose bits in float32.
         """
         entries, each, number = (self.blocks, *self.block), (self.blocks,), ((), self.dtype)
         known: dict[str, TensorKind | None] = {"gradient": (entries, self.stored or self.dtype), **self.slots}
@@ -311,11 +312,13 @@ def _key(x: Any) -> Hashable:
 
 
 def _sample(kind: TensorKind, device: torch.device, value: float = 0.0) -> Tensor:
-    """Return a tensor that stands for an input while a program is traced.
+    """Return a tensor in place of an input, with which a program is traced. All of its entries are `value`.
 
-    0-d numbers, and masks (a boolean for each block), are not aligned to 16 bytes. In a step, numbers and masks may be
-    parts of a larger tensor, which are not aligned. If the samples were aligned, the program that Inductor compiles for
-    a GPU would copy such inputs in every call, by one more kernel.
+    Samples of 0-d numbers and of masks (a boolean for each block) begin at an address that is no multiple of 16 bytes.
+    Their memory is not aligned because in a step they may be parts of a larger tensor, at any address. With aligned
+    samples, Inductor would compile a program for a GPU that copies such inputs in every call, by one more kernel.
+
+    kind: shape and dtype of the input.
     """
     shape, dtype = kind
     if shape and dtype != torch.bool:

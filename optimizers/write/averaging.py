@@ -7,11 +7,16 @@ With `EMA` and `LAWA`, training is the same as without averaging, and evaluation
     z <- z - lr U - lr alpha z     the step of the recipe without averaging
     x <- (1 - c) x + c z           the parameter in evaluation
 
-U is the update, lr the learning rate and alpha the weight decay. The constants mu_y and c are the weight of x in y and
-the weight of the new z in x. The parameter holds y and z is stored as state; x is computed from them. With D the step
-of z, the same sequences are  y <- y + c (z - y) + (1 - mu_y (1 - c)) D,  z <- z + D,  and x = y + (1 / mu_y - 1)
-(y - z). In this form a step D = 0 from z = y changes no bit. If a parameter is stored with less precision than it is
-computed in, y is stored too.
+U is the update, lr the learning rate and alpha the weight decay. mu_y is the weight of x in y. c is the weight of the
+new z in x, and may change from step to step.
+
+The parameter holds y, and z is stored as state. They are computed from D = -lr U - lr alpha z, the step of z:
+
+    y <- y + c (z - y) + (1 - mu_y (1 - c)) D    with z before the step
+    z <- z + D
+
+These y and z are equal to those above, and x = y + (1 / mu_y - 1) (y - z) is not stored. In this form, if D = 0 and
+y = z, no bit of y changes. If a parameter is stored with less precision than it is computed in, y is stored too.
 """
 
 from __future__ import annotations

@@ -71,9 +71,12 @@ class ConstraintContext:
 class Constraint(Schedulable, ABC, family="constraint"):
     """Changes n updates U before the write (`adjust`) and n parameters W after it (`retract`).
 
-    The write between `adjust` and `retract` is W <- W - lr alpha W - lr U. W and U have the shape of the full parameter
-    and the dtype in which updates are computed. For a constraint that is `shardable`, W and U may be this rank's
-    shards. With an averaging whose base iterate is not the parameter, the base iterate is written and constrained.
+    The write between `adjust` and `retract` is W <- W - lr alpha W - lr U, with the learning rate lr and the weight
+    decay alpha. W and U have the shape of the full parameter and the dtype in which updates are computed. For a
+    constraint that is `shardable`, W and U may be this rank's shards.
+
+    Some averagings, such as `schedule_free`, apply updates to a tensor of their own state in place of the parameter.
+    W is then this tensor, which is called the base iterate.
     """
 
     name: PathName | None = Field(

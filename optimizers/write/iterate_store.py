@@ -176,7 +176,11 @@ class IterateStore:
     def _with_slots(
         self, path: str, positions: Sequence[int]
     ) -> tuple[list[tuple[Constraint, Slots]], ConstraintContext]:
-        """Return the constraints of an update with their slots for some parameters, and the constraints' context."""
+        """Return (pairs of a constraint and its slots, context of the constraints) for some parameters.
+
+        path: path of the parameters' update rule in the recipe, which declares the constraints.
+        positions: positions of the parameters (indices in the parameter set). A slot has a tensor for each of them.
+        """
         sums = None if self.shard_sums is None else partial(self.shard_sums, positions)
         asked = {name for own in self.constraints[path] for name in own.requires_some & self.signals.keys()}
         signals = {name: [self.signals[name][position] for position in positions] for name in asked}

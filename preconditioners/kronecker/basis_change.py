@@ -306,10 +306,13 @@ def _marginals_of(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int,
 
 
 def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> None:
-    """Raise ValueError if the statistic does not determine the marginals of a chain's second moments.
+    """Raise ValueError if `transport: marginals` cannot be used.
 
-    Marginals are the sums over all axes except one. `transport: marginals` needs them.
+    When a basis changes, this transport scales second moments to sums that follow from the statistic in the new basis.
+    They are the sums of a second moment over all axes except one, called marginals. The statistic must determine them.
 
+    statistic: the statistic of which the basis is computed.
+    inner: the stages inside the basis, which have the second moments.
     keeps_all_columns: True if the solver computes all columns of the basis.
     """
     if needed := _unmet_condition(statistic, inner, keeps_all_columns):
@@ -319,7 +322,8 @@ def require_marginals(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_
 def _unmet_condition(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_columns: bool) -> str | None:
     """Return, as text, the first condition of `transport: marginals` that is not met, or None if all are met.
 
-    The conditions make sure that second moments can be fitted to the statistic when the basis changes.
+    The conditions make sure that second moments can be fitted to the statistic when the basis changes. The arguments
+    are those of `require_marginals`.
     """
     decay = statistic.decay_of_squares
     if decay is None:
@@ -393,9 +397,11 @@ def _factors(marginals: Mapping[int, Tensor], sums: Sequence[Tensor], power: flo
 
 
 def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
-    """Return (d / s)^power, by which a second moment v is multiplied along one axis, so that its sums become d.
+    """Return the factors (d / s)^power by which a second moment v is multiplied along one axis to correct its sums.
 
-    d is first scaled to the same total as s. The factor is 1 where d or s is 0.
+    d is first scaled to the same total as s. The factor is 1 where d or s is 0. If v is multiplied along this axis
+    alone, with power 1, its sums become d. A smaller power corrects a part of the difference, for a factored second
+    moment, both of whose vectors are corrected (see `fit_second_moments`).
 
     d: sums that v should have over all other axes, `[N, length of the axis]`.
     s: the present sums of v over all other axes, in the same shape.

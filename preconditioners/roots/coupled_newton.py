@@ -168,9 +168,14 @@ class CoupledNewton(Coupled):
     d]` tends to C^(-1/p) and M to I; convergence is quadratic for eigenvalues of z C in (0, p + 1). The root C^(-q/p)
     is the q-th power of X. The solver accepts exponents e = q/p with p <= 64 and q <= 8. The residual is ||M - I||.
 
-    Settings that reproduce Distributed Shampoo in PyTorch: relative false, norm max.
-    Settings that reproduce Distributed Shampoo in JAX: relative_to power_iteration (steps 100), norm max, stop rise,
-    growth 1.2, max_iterations 100, retries 5, retry_above 0.05.
+    These fields reproduce Distributed Shampoo in PyTorch:
+
+        relative: false, norm: max
+
+    These fields reproduce Distributed Shampoo in JAX:
+
+        relative_to: {kind: power_iteration, steps: 100}, norm: max, stop: rise, growth: 1.2, max_iterations: 100,
+        retries: 5, retry_above: 0.05
     """
 
     kind: Literal["coupled_newton"] = "coupled_newton"

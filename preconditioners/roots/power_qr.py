@@ -175,8 +175,11 @@ class QRFactors(NamedTuple):
         """Return diag(Q^T A Q) `[N, d]` for the new basis Q of a step of orthogonal iteration, without a product with
         A.
 
-        The step computed these factors Q and R of X = A q[:, order] from the old basis q `[N, d, d]`. As q q^T = I, Q^T
-        A Q = R q[:, order]^T Q. The method overwrites the Householder vectors in `packed` with zeros.
+        Such a step computes the QR factors Q and R of X = A q[:, order], where q `[N, d, d]` is the old basis and
+        `order` a permutation of its columns. With the orthogonal matrix q[:, order], A = Q R q[:, order]^T, and
+        therefore Q^T A Q = R q[:, order]^T Q. Only the diagonal of this product is computed.
+
+        The method overwrites the Householder vectors in `packed` with zeros.
 
         order: `[N, d]`, the column of q from which each column of X was computed.
         rotation: q^T Q `[N, d, d]`.

@@ -495,18 +495,21 @@ class Statistic(Schedulable, ABC, family="statistic"):
     ) -> Tensor:
         """Return F / c for a mean F with decay beta, with bias correction c as in the formula of the class.
 
-        count: function that returns the numbers t of observations for the numbers of steps.
+        count: function that maps the number of a step to the number t of gradients that F has observed.
         """
         if beta == 1 or not (self.bias_correction and self.damped):
             return factor
         return factor / context.correction(beta, factor, count)
 
     def _observations(self, step: Tensor, behind: int, lagged: bool) -> Tensor:
-        """Return the number of observations that the factor has in a step, at least 1.
+        """Return the number of gradients that the factor has observed in a step, at least 1.
 
-        Steps 1, 1 + interval, 1 + 2 interval, ... have an observation, and so has step 0 of a lagged stage.
+        The factor observes the gradients of steps 1, 1 + interval, 1 + 2 interval, ... A lagged stage applies its
+        factor to a gradient before the factor observes this gradient. Therefore the very first gradient, in step 0, is
+        only observed, and counts as one observation more.
 
-        behind: 1 if the factor does not contain the contribution of this step yet, else 0.
+        step: number of updates of each block, including the present one.
+        behind: 1 if the factor has not observed the gradient of this step yet, else 0.
         lagged: True for the statistic of a lagged stage.
         """
         seen = step - behind

@@ -79,7 +79,10 @@ def _within(x: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor) -> bool:
-    """Return True if all x are known to be finite and in the range of bfloat16."""
+    """Return True if all numbers of x are finite and in the range of bfloat16.
+
+    Return False without a test if the host cannot read the numbers at once: on a device, or while a graph is traced.
+    """
     return may_branch_on_values(x) and bool(x.amax() <= _LARGEST) and bool(x.amin() >= -_LARGEST)
 
 

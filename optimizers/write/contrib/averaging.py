@@ -136,11 +136,11 @@ class Anchored(Averaging):
         return self.inner.evaluated(below)
 
     def _shift(self, batch: IterateBatch, back: bool) -> None:
-        """Add the look-ahead a_t (W - M) to the parameters W of a batch in place.
+        """Add the look-ahead a_t (W - M) to the parameters of a batch in place, or subtract it.
 
         M is the mean of W by the inner `ema`. The factor a_t grows from 0 to `ahead`.
 
-        back: True to compute W in place from y = W + a_t (W - M), which the batch has as parameters.
+        back: False: the parameters hold W, and become y = W + a_t (W - M). True: they hold y, and become W.
         """
         ahead = self.ahead * ((batch.steps - self.start) / (self.full - self.start)).clip(0.0, 1.0)
         own, factors = batch.slice_rows(np.flatnonzero(ahead > 0).tolist()), ahead[ahead > 0].tolist()

@@ -176,21 +176,23 @@ class BlockGrid:
         return BlockGrid(self.merged, ones, self.step, moved, self.joined, (key,), (matrix,))
 
     def in_parameter(self, x: Tensor) -> list[Tensor]:
-        """Return a view of x for each piece of a block, with the entries of this piece in all blocks of the grid.
+        """Return one view of x for each piece of a block. It has the entries of this piece in all blocks of the grid.
 
-        A piece is a part of a block that is a box in the parameter, too; most blocks have one. The first axes of a view
-        are those of the grid (`count`), the others are those of the piece.
+        All blocks of the grid consist of the same pieces, in most grids of only one. A piece is a part of a block that
+        is a box in the parameter, too. The first axes of a view are those of the grid (`count`), the others are those
+        of the piece.
 
         x: the parameter, or a tensor with as many entries, in the shape `merged`.
         """
         return self._views(x, self._pieces_of_parameter)
 
     def in_blocks(self, blocks: Tensor) -> list[Tensor]:
-        """Return, for each piece of a block, the entries of this piece in all n blocks, as one tensor.
+        """Return one tensor for each piece of a block. It has the entries of this piece in all n blocks.
 
-        A piece is a part of a block that is a box in the parameter, too; most blocks have one. `in_parameter` returns
-        tensors of the same shapes with the same entries of the parameter, so that `copy_` between the two lists gathers
-        or scatters blocks. The results are views if `blocks` is contiguous, else copies.
+        All blocks of the grid consist of the same pieces, in most grids of only one. A piece is a part of a block that
+        is a box in the parameter, too. `in_parameter` returns tensors of the same shapes with the same entries of the
+        parameter, so that `copy_` between the two lists gathers or scatters blocks. The results are views if `blocks`
+        is contiguous, else copies.
 
         blocks: the n blocks of the grid, `[n, *shape]`.
         """
@@ -332,10 +334,11 @@ def divided_grids(
 
 def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrices]:
     """Yield the matrices of each section of a parameter. A section is a part of one axis, such as the queries of a
-    fused projection, and all of its matrices have one shape.
+    fused projection. All of its matrices have one shape.
 
-    The axis may repeat the sections, for example once for each group of heads. The results then refer to a parameter in
-    which this axis is divided into two axes: the number of the repetition, and the entries of one repetition.
+    The axis may contain all sections several times, once for each group of heads: queries, keys, values, queries, keys,
+    values, and so on. Axes in the results are then those of the parameter reshaped so that this axis becomes two: the
+    number of the group, and the index within the group.
     """
     cut, grouped, start = matrices.axis(shape), matrices.groups > 1, 0
     moved = {axis: axis + (grouped and axis > cut) for axis in range(len(shape))}
@@ -415,12 +418,13 @@ def _grid(
 
 
 def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]) -> Piece:
-    """Return the piece of a block that is the product of one box for each axis of the block.
+    """Return one piece of a block, from a range along each axis of the block.
+
+    An axis of the block may be flattened from several axes of the parameter. The range is a box in these axes.
 
     order: number of axes of the parameter.
-    boxes: for each axis of the block, (offset, box) as in `Tiles.boxes`. The box is a part of the block's range along
-        this axis, as {axis of the parameter: (start, length)}. `offset` is the number of entries of the range before
-        the box.
+    boxes: for each axis of the block, (offset, box). `box` is {axis of the parameter: (start, length)} for the axes
+        from which the block's axis is flattened. `offset` is the first index of the range along the block's axis.
     """
     where = {axis: own for _, box in boxes for axis, own in box.items()}
     start, lengths = zip(*(where.get(axis, (0, 1)) for axis in range(order)), strict=True)

@@ -104,12 +104,12 @@ class Stack:
 
     @cached_property
     def param_ids(self) -> NDArray[np.int64]:
-        """Position of each block's parameter, `[N]`."""
+        """For each block, the index of its parameter in the optimizer's list of parameters, `[N]`."""
         return np.array([param_id for param_id, grid in self.grids for _ in grid.keys], dtype=np.int64)
 
     @cached_property
     def positions(self) -> list[int]:
-        """Position of each block's parameter, as a list."""
+        """The numbers of `param_ids` as a list: for each block, the index of its parameter in the optimizer's list."""
         positions: list[int] = self.param_ids.tolist()
         return positions
 
@@ -237,11 +237,11 @@ MatrixSide = Literal["inputs", "outputs"]
 
 @dataclass(frozen=True)
 class SideMatrix:
-    """A matrix over the inputs, or over the outputs, of one parameter.
+    """A square matrix over the inputs (columns), or over the outputs (rows), of one parameter.
 
     value: the matrix `[n, n]`, or one matrix for each index of the batch axes, `[*batch, n, n]`.
-    index: for each entry of the parameter, the number of its input (or output), as a view in the shape of the
-        parameter. Inputs of all matrices are numbered together: input k belongs to row k of `value.reshape(-1, n)`.
+    index: for each entry of the parameter, the row of `value.reshape(-1, n)` that belongs to the entry's input (or
+        output). It is a view in the shape of the parameter.
     side: inputs or outputs.
     """
 
@@ -267,7 +267,7 @@ class SideMatrix:
 
         The result is `[k, c, c]`.
 
-        own: `[k, c]`, the numbers of the c inputs (or outputs) of each block, counted as in `index`.
+        own: `[k, c]`, the rows of `value.reshape(-1, n)` that belong to the c inputs (or outputs) of each block.
         """
         n = self.value.shape[-1]
         return self.value.reshape(-1, n)[own[:, :, None], (own % n)[:, None, :]]
@@ -296,11 +296,11 @@ def _axes(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> tuple
 
 
 def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
-    """Return which inputs (columns) or outputs (rows) of its parameter each block covers, by number, `[N, c]`.
+    """Return the numbers of the c inputs (columns) or outputs (rows) of its parameter that each block covers, `[N, c]`.
 
     Raises ValueError if the rows of a block have different inputs, or if its columns have different outputs.
 
-    index: for each entry of the blocks, the number of its input or output in the parameter, `[N, *block]`.
+    index: for each entry of the blocks, the number of its input (or output), as in `SideMatrix.index`, `[N, *block]`.
     """
     flat = index.flatten(2) if index.ndim > 2 else index.unsqueeze(-1)
     flat = flat if side == "inputs" else flat.mT
@@ -313,8 +313,7 @@ def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
 
 
 def side_blocks(stack: Stack, matrices: Sequence[SideMatrix | None]) -> Tensor:
-    """Return for each block the part of a matrix over inputs (or outputs) that belongs to the c inputs (or outputs) of
-    the block.
+    """Return for each block the part of its parameter's matrix that belongs to the block's c inputs (or outputs).
 
     The result is `[N, c, c]`.
 

@@ -361,7 +361,10 @@ class _Device(TorchDispatchMode):
         self._undo.close()
 
     def hold(self, size: int) -> None:
-        """Add to the number of bytes on the device; a negative number is subtracted."""
+        """Add `size` to the bytes on the device in the counts of all `with accelerator(...)` statements that are open.
+
+        size: number of bytes that are allocated; negative if they are freed.
+        """
         for counts in self.sections:
             counts.live = live = counts.live + size
             if live > counts.peak:
@@ -370,7 +373,14 @@ class _Device(TorchDispatchMode):
     def note(
         self, operation: str, waits: int = 0, uploads: int = 0, downloads: int = 0, kernels: int = 0, traffic: int = 0
     ) -> None:
-        """Add numbers to the counts of all open `with` statements, for the line of code that runs."""
+        """Add device work to the counts of all `with accelerator(...)` statements that are open.
+
+        The work is also counted for the line of code that runs, in `DeviceCounts.lines`.
+
+        operation: name of the operation that causes the work.
+        waits, uploads, downloads, kernels: numbers of events, as in `LineCounts`.
+        traffic: bytes that kernels read and write.
+        """
         line = (*_site(), operation)
         for counts in self.sections:
             counts.add(waits, uploads, downloads, kernels, traffic)

@@ -167,9 +167,9 @@ def _require_row_by_row(case: QuantizerCase, place: int, name: str, slot: Slot, 
 
 
 def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
-    """In a stack with other matrices, a zero matrix is decoded as zero, and the others are not.
+    """In a stack of a zero matrix and other matrices, only the zero matrix is decoded as zero.
 
-    This holds with and without random numbers, and also if the tensors stored another matrix before.
+    This holds for rounding to nearest and for stochastic rounding, and also if other numbers were stored before.
     """
     for name, slot, x in case.examples():
         zero = x.clone()
