@@ -52,8 +52,9 @@ state     bytes per parameter of GPT-2 small in float32
 >= ms     milliseconds of the optimizer in a step of GPT-2 small on one H100, a counted lower bound
 measured  milliseconds of the same step on one {timed_card()}; -: not measured
 profile   score of steps on five small tasks, the laptop track, 1 for the fewest; -: not run
-`eigengraft list recipes WORDS` finds words of names, texts, headings and goals. `--sort` prints one
-table, the best recipe first: by profile of `steps` or of `time`, by `state`, or, with `ms`, by `measured`.
+`eigengraft list recipes WORDS` finds words of names, texts, headings and goals; names of several
+recipes print their rows in one table. `--sort` prints one table of all, the best recipe first: by
+profile of `steps` or of `time`, by `state`, or, with `ms`, by `measured`.
 `eigengraft list goals` says which to use for few steps, little time or little memory, and
 `eigengraft show RECIPE` prints one.
 """
@@ -73,7 +74,13 @@ def list_command(
         str | None,
         typer.Argument(help="`goals`, `recipes`, `signals`, a family, or a word to search for; default all families"),
     ] = None,
-    words: Annotated[list[str] | None, typer.Argument(help="print only entries that contain all these words")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="print only entries that contain all these words; after `recipes`, names of several recipes print "
+            "their rows in one table, in this order"
+        ),
+    ] = None,
     imports: Imports = None,
     sort: Annotated[
         _Sort | None,
@@ -118,6 +125,10 @@ def list_command(
         )
     sought = [word.lower() for word in (*((what,) if what not in lists else ()), *(words or ()))]
     chosen = {what: lists[what]} if what in lists else lists
+    compared = what == RECIPES and len(sought) > 1 and set(sought) <= set(recipes)
+    if compared:
+        order = sought if sort is None else [name for name in recipes if name in sought]
+        chosen, sought = {RECIPES: [_recipe_row(name, sort) for name in order]}, []
     found = {
         name: [row for row in rows if all(word in _searched_text(name, row) for word in sought)]
         for name, rows in chosen.items()
@@ -134,7 +145,8 @@ def list_command(
                 RECIPES: (*_RECIPE_HEADS[:-1], "time") if sort == "time" else _RECIPE_HEADS,
                 SIGNALS: ("signal", "about", "extent", "provided by"),
             }
-            _print_entries(heads.get(name, (name, "about")), rows, () if sort else _HEADINGS.get(name, ()))
+            headings = () if compared or sort else _HEADINGS.get(name, ())
+            _print_entries(heads.get(name, (name, "about")), rows, headings)
     if what in _NOTES:
         typer.echo(f"\n{_NOTES[what]}")
 

@@ -876,6 +876,16 @@ def test_sorted_recipes_are_one_table_with_the_best_first(key: str, column: str,
     assert values == sorted(values)
 
 
+def test_named_recipes_are_one_table_in_the_given_order() -> None:
+    def listed(*arguments: str) -> list[str]:
+        lines = succeeds("list", "recipes", *arguments).splitlines()
+        return [line.split()[0] for line in lines if line.split("  ")[0] in eigengraft.shipped_recipes()]
+
+    assert listed("soap_fitted", "adamw", "muon") == ["soap_fitted", "adamw", "muon"]
+    assert listed("soap_fitted", "adamw", "muon", "--sort", "state") == ["muon", "adamw", "soap_fitted"]
+    assert listed("muon", "row") == []  # words, whose entries are below headings
+
+
 def test_a_command_names_the_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "eigengraft.experiments.reports.report", raising=False)
     monkeypatch.delitem(sys.modules, "eigengraft.experiments.reports", raising=False)
