@@ -27,7 +27,7 @@ from __future__ import annotations
 import csv
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -36,12 +36,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import eigengraft
 from eigengraft.optimizers.step import capture, program
 from eigengraft.optimizers.step.program import CHECKED_UPDATES
 from eigengraft.testing import DeviceCounts, accelerator
+from eigengraft.testing.accelerator import SimulatedTensor
 from eigengraft.testing.device_costs import DECOMPOSITIONS
 
 if __name__ == "__main__":
@@ -131,17 +132,25 @@ def steps(
     """(bytes of the parameters, counts of the first steps); recipe: a name, or a declaration."""
     declaration = declared(recipe)
     generator, found = torch.Generator().manual_seed(0), list[DeviceCounts]()
-    with accelerator("cuda") as run:
-        values = [(name, torch.randn(shape, generator=generator).to(dtype)) for name, shape in gpt2(layers)]
-        named = [(name, nn.Parameter(value.to(run.device))) for name, value in values]
+    shapes = dict(gpt2(layers))
+    numbers = [random_tensors(shapes.values(), generator, dtype) for _ in range(1 + number)]
+    with accelerator("cuda"):
+        named = [(name, nn.Parameter(SimulatedTensor(x))) for name, x in zip(shapes, numbers[0], strict=True)]
         optimizer = eigengraft.Optimizer(named, declaration, lr=1e-3, weight_decay=0.1)
-        for _ in range(number):
-            for _, parameter in named:
-                parameter.grad = torch.randn(parameter.shape, generator=generator).to(run.device, dtype)
+        for gradients in numbers[1:]:
+            for (_, parameter), gradient in zip(named, gradients, strict=True):
+                parameter.grad = SimulatedTensor(gradient)
             with accelerator("cuda") as counts:
                 optimizer.step()
             found.append(counts)
-    return sum(value.nbytes for _, value in values), found
+    return sum(x.nbytes for x in numbers[0]), found
+
+
+def random_tensors(
+    shapes: Iterable[tuple[int, ...]], generator: torch.Generator, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Return a tensor of random numbers on the host for each shape. Each tensor has memory of its own."""
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 class Counted:
@@ -168,21 +177,22 @@ class Counted:
 def in_a_graph(recipe: str) -> tuple[int, int]:
     """(kernels in graphs, kernels outside) of a steady step with 4 layers and `graph: true`."""
     declaration = eigengraft.load_recipe(declared(recipe) | {"graph": True})
-    generator, graphs = torch.Generator().manual_seed(0), Counted()
+    generator, graphs, shapes = torch.Generator().manual_seed(0), Counted(), dict(gpt2(4))
+    values, gradients = (random_tensors(shapes.values(), generator) for _ in range(2))
     grafts = [
         stage.start for rule in declaration.rules().values() for _, stage in rule.stages() if stage.kind == "graft"
     ]
     with (
-        accelerator("cuda") as run,
+        accelerator("cuda"),
         mock.patch.dict(capture.CAPTURERS, {"cuda": graphs}),
         warnings.catch_warnings(),
         unchecked() as before,
     ):
         warnings.simplefilter("ignore")  # of recipes without a graph
-        named = [(name, nn.Parameter(torch.randn(s, generator=generator).to(run.device))) for name, s in gpt2(4)]
+        named = [(name, nn.Parameter(SimulatedTensor(x))) for name, x in zip(shapes, values, strict=True)]
         optimizer = eigengraft.Optimizer(named, declaration, lr=1e-3, weight_decay=0.1)
-        for _, parameter in named:
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(run.device)
+        for (_, parameter), gradient in zip(named, gradients, strict=True):
+            parameter.grad = SimulatedTensor(gradient)
         # then once as it is, once recorded, once captured and checked, once replayed
         for _ in range(max(before, *(start - 1 for start in grafts), 0) + 4):
             graphs.kernels = 0

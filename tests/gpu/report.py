@@ -533,9 +533,9 @@ def simulated() -> Iterator[None]:
             counts = block.enter_context(accelerator("cuda"))
             return
         block.close()
-        for (code, line, operation), own in counts.lines.items():
+        for (file, line, operation), own in counts.lines.items():
             for _ in range(own.waits * (operation != "Event.synchronize")):  # CUDA does not warn of events either
-                warnings.warn_explicit("called a synchronizing operation", UserWarning, code.co_filename, line)
+                warnings.warn_explicit("called a synchronizing operation", UserWarning, file, line)
 
     with accelerator("cuda") as run:
         answers = {

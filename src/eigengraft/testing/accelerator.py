@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from threading import RLock, local
-from types import CodeType
 from typing import Any, Literal
 from unittest import mock
 
@@ -80,15 +79,13 @@ class DeviceCounts(LineCounts):
     device: device of the accelerator's tensors.
     live: bytes of all tensors on the device now, minus their bytes at the start of the `with` statement.
     peak: the largest value of `live`.
-    lines: the work of each line, by code, line number and operation.
+    lines: the work of each line, by file, line number and operation.
     """
 
     device: torch.device = torch.device("cuda:0")
     live: int = 0
     peak: int = 0
-    lines: dict[tuple[CodeType, int, str], LineCounts] = field(
-        default_factory=lambda: defaultdict(LineCounts), repr=False
-    )
+    lines: dict[tuple[str, int, str], LineCounts] = field(default_factory=lambda: defaultdict(LineCounts), repr=False)
 
     def by_line(self, *names: str) -> dict[str, LineCounts]:
         """Return the work of each line.
@@ -101,10 +98,10 @@ class DeviceCounts(LineCounts):
             The counts by "file:line operation", with most waits first.
         """
         found = defaultdict[str, LineCounts](LineCounts)
-        for (code, line, operation), counts in self.lines.items():
+        for (file, line, operation), counts in self.lines.items():
             if not names or any(getattr(counts, name) for name in names):
-                file = "/".join(Path(code.co_filename).parts[-3:])
-                found[f"{file}:{line} {operation}"].add(**vars(counts))
+                place = "/".join(Path(file).parts[-3:])
+                found[f"{place}:{line} {operation}"].add(**vars(counts))
         return dict(sorted(found.items(), key=lambda item: (-item[1].waits, -item[1].kernels)))
 
 
@@ -334,11 +331,12 @@ class _Device(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         if kind == "sim":
             register_sim()
-        self.place, self.sections, self.held = torch.device(f"{kind}:0"), list[DeviceCounts](), dict[int, int]()
+        self.kind, self.place = kind, torch.device(f"{kind}:0")
+        self.sections, self.held = list[DeviceCounts](), dict[int, int]()
 
     def __enter__(self) -> _Device:
         with ExitStack() as stack:
-            if self.place.type == "cuda":
+            if self.kind == "cuda":
                 from ..optimizers.stacks.delayed import SIDE_STREAMS
 
                 stack.enter_context(mock.patch.dict(SIDE_STREAMS, clear=True))
@@ -386,49 +384,62 @@ class _Device(TorchDispatchMode):
             counts.add(waits, uploads, downloads, kernels, traffic)
             counts.lines[line].add(waits, uploads, downloads, kernels, traffic)
 
+    def launch(self, operation: str, kernels: int, traffic: int) -> None:
+        """Add launched kernels and their traffic. This is `note` without its other fields, for most operations."""
+        line = (*_site(), operation)
+        for counts in self.sections:
+            for each in (counts, counts.lines[line]):
+                each.kernels += kernels
+                each.traffic += traffic
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, tensors = _name(func), list[Tensor]()
-        kwargs = {**kwargs} if kwargs else {}
-        _collect(args, tensors)
-        if kwargs:
-            _collect(kwargs.values(), tensors)
-        own = [x for x in tensors if isinstance(x, SimulatedTensor)]
+        name = costs.name_of(func)
         # under `FakeTensorMode` the operation runs on fake tensors, which have this device and need no simulation
         if (fake := active_fake_mode()) is not None:
-            known = _mapped(lambda x: fake.from_tensor(x) if isinstance(x, SimulatedTensor) else x, (args, kwargs))
+            given = args, kwargs or {}
+            known = _mapped(lambda x: fake.from_tensor(x) if isinstance(x, SimulatedTensor) else x, given)
             return func(*known[0], **known[1])
-        target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
-        here = target == self.place.type
-        # pin_memory is ignored, because memory cannot be pinned without a device
-        kwargs.pop("pin_memory", None)
+        tensors: list[Tensor] = []
+        hosts: list[Tensor] = []
+        target, plain_kwargs = None, {}
+        plain_args = _on_host(args, tensors, hosts)
+        if kwargs:
+            plain_kwargs = dict(zip(kwargs, _on_host(kwargs.values(), tensors, hosts), strict=True))
+            # pin_memory is ignored, because memory cannot be pinned without a device
+            plain_kwargs.pop("pin_memory", None)
+            if plain_kwargs.get("device") is not None:
+                target = torch.device(plain_kwargs["device"]).type
+        here = target == self.kind
+        own = [x for x, host in zip(tensors, hosts, strict=True) if x is not host]
         if not own and not here:
             if name in ("_pin_memory", "is_pinned"):
                 return args[0].clone() if name == "_pin_memory" else False
-            return func(*args, **kwargs)
-        copies = name in _COPIES and self._copies(name, args, kwargs, (own, tensors), target)
+            return func(*args, **plain_kwargs)
+        copies = name in _COPIES and self._copies(name, args, plain_kwargs, (own, tensors), target)
         if not copies and (name in _CHECKED or len(own) < len(tensors)):
             self._require_one_device(name, args, own, tensors)
         if here:
-            kwargs["device"] = torch.device("cpu")
-        plain_args, plain_kwargs = _on_host(args), _on_host(kwargs)
+            plain_kwargs["device"] = _HOST
         if copies and name == "copy_" and (stream := _Stream.current()) is not _Stream.first:
             stream.add(lambda: func(*plain_args, **plain_kwargs))
             return args[0]
         result = found = _computed(func, name, plain_args, plain_kwargs)
-        stored = list[Tensor]()
-        if here or (target is None and name != "_local_scalar_dense"):
-            shares = own[0] if own and func.is_view else None
-            given = {id(x.host if isinstance(x, SimulatedTensor) else x): x for x in tensors}
+        stored: list[Tensor] = []
+        if found is not None and (here or (target is None and name != "_local_scalar_dense")):
+            shares: Any = own[0] if own and func.is_view else None
+            known = dict(zip(map(id, hosts), tensors, strict=True))
 
             def on_device(x: Tensor) -> Tensor:
-                made = given.get(id(x))
-                stored.append(SimulatedTensor(x, shares) if made is None else made)
-                return stored[-1]
+                made = known.get(id(x))
+                if made is None:
+                    made = SimulatedTensor(x, shares)
+                if made is not x:
+                    stored.append(made)
+                return made
 
-            result = _mapped(on_device, found)
-        if not copies and (launched := costs.launched_kernels(func, args)):
-            stored = [x for x in stored if isinstance(x, SimulatedTensor)]
-            self.note(name, kernels=launched, traffic=costs.traffic(own, stored))
+            result = on_device(found) if isinstance(found, Tensor) else _mapped(on_device, found)
+        if not copies and (launched := costs.launched_kernels(func, plain_args)):
+            self.launch(name, launched, costs.traffic(own, stored))
         return result
 
     def _copies(self, name: str, args: Any, kwargs: Any, tensors: tuple[Any, Any], target: str | None) -> bool:
@@ -436,7 +447,7 @@ class _Device(TorchDispatchMode):
         own, given = tensors
         up = not own if name == "_to_copy" else isinstance(tensors_in(args[:1])[0], SimulatedTensor) if given else False
         if name == "_to_copy":
-            if target is None or (target == self.place.type) is not up:
+            if target is None or (target == self.kind) is not up:
                 return False
         elif name not in ("copy_", "_foreach_copy_") or len(own) == len(given) or not own:
             return False
@@ -476,19 +487,31 @@ def _entered() -> _Device:
     return _Device.current
 
 
-def _on_host(x: Any) -> Any:
-    """Return arguments with the CPU tensor in place of each simulated tensor."""
-    if isinstance(x, SimulatedTensor):
-        return x.host
-    if isinstance(x, (tuple, list)):
-        return type(x)([_on_host(item) for item in x])
-    return {key: _on_host(item) for key, item in x.items()} if isinstance(x, dict) else x
+def _on_host(items: Iterable[Any], tensors: list[Tensor], hosts: list[Tensor]) -> list[Any]:
+    """Return arguments with the CPU tensor in place of each simulated tensor, also inside lists, tuples and dicts.
 
-
-@cache
-def _name(func: Any) -> str:
-    """Return the name of an operation without the name of its overload."""
-    return str(func.overloadpacket.__name__)
+    Args:
+        items: the arguments.
+        tensors: all tensors among the arguments are appended to this list.
+        hosts: the CPU tensors in their places are appended to this list.
+    """
+    made = []
+    for x in items:
+        kind = type(x)
+        if kind is SimulatedTensor:
+            tensors.append(x)
+            hosts.append(x := x.host)
+        elif kind in _NUMBERS:
+            pass
+        elif isinstance(x, Tensor):
+            tensors.append(x)
+            hosts.append(x)
+        elif isinstance(x, (tuple, list)):
+            x = kind(_on_host(x, tensors, hosts))
+        elif isinstance(x, dict):
+            x = dict(zip(x, _on_host(x.values(), tensors, hosts), strict=True))
+        made.append(x)
+    return made
 
 
 def _computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -532,15 +555,18 @@ _COPIES = {"copy_", "_foreach_copy_", "_to_copy"}
 """Operations that may copy between host and device."""
 _CHECKED = costs.INDEXING | costs.WAITING
 """Operations that may wait although all of their tensors are on the device."""
+_NUMBERS = {int, float, bool, complex, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+"""Types of arguments that hold no tensor."""
+_HOST = torch.device("cpu")
 _OWN_FILES = (__file__, costs.__file__, mock.__file__)
 
 
-def _site() -> tuple[CodeType, int]:
-    """Return the code object and the line of the innermost function call outside of torch and of this file."""
+def _site() -> tuple[str, int]:
+    """Return the file and the line of the innermost function call outside of torch and of this file."""
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and _is_inner(frame.f_code.co_filename):
+    while _is_inner(file := frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code, frame.f_lineno
+    return file, frame.f_lineno
 
 
 @cache

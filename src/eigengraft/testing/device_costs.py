@@ -8,6 +8,7 @@ are lower bounds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,15 +41,31 @@ _LOOPED |= {"linalg_householder_product": 1, "linalg_lstsq": 4}
 
 def launched_kernels(func: Any, args: Sequence[Any]) -> int:
     """Return the number of kernels that an operation launches for its positional arguments."""
-    name = func.overloadpacket.__name__
-    if name in _NO_KERNEL or func.is_view:
-        return 0
-    if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+    fixed = _kernels_for_any_arguments(func)
+    if fixed is not None:
+        return fixed
+    name = name_of(func)
+    if name not in _LOOPED:
         lists = ([own for own in x if isinstance(own, Tensor)] for x in args if isinstance(x, (list, tuple)))
         return _multi_tensor_kernels(name, [own for own in lists if own])
-    if name in _LOOPED:
-        matrices = args[0].shape[:-2].numel() if args[0].ndim > 2 else 1
-        return _LOOPED[name] * matrices
+    matrices = args[0].shape[:-2].numel() if args[0].ndim > 2 else 1
+    return _LOOPED[name] * matrices
+
+
+@cache
+def name_of(func: Any) -> str:
+    """Return the name of an operation without the name of its overload."""
+    return str(func.overloadpacket.__name__)
+
+
+@cache
+def _kernels_for_any_arguments(func: Any) -> int | None:
+    """Return the number of kernels of an operation; None if it depends on the arguments."""
+    name = name_of(func)
+    if name in _NO_KERNEL or func.is_view:
+        return 0
+    if name in _LOOPED or name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return None
     return _SEVERAL.get(name, 1)
 
 
@@ -62,12 +79,14 @@ def _multi_tensor_kernels(name: str, lists: Sequence[Sequence[Tensor]]) -> int:
         return 0
     dtypes = [{x.dtype for x in tensors} for tensors in lists]
     mixed = any(len(own) > 1 for own in dtypes) or (name != "_foreach_copy_" and len(set().union(*dtypes)) > 1)
-    alike = all(len({(x.shape, x.stride()) for x in together}) == 1 for together in zip(*lists, strict=True))
-    if not name.startswith("_fused_") and (mixed or not alike or not all(map(_is_dense, lists[0]))):
-        return len(lists[0])
+    first = lists[0]
+    pairs = (pair for own in lists[1:] for pair in zip(first, own, strict=True))
+    alike = all(x.shape == y.shape and x.stride() == y.stride() for x, y in pairs)
+    if not name.startswith("_fused_") and (mixed or not alike or not all(map(_is_dense, first))):
+        return len(first)
     tensors_of_a_kernel = (110, 64, 48, 36)[min(len(lists), 4) - 1]
-    chunks = sum(-(-x.numel() // 65536) for x in lists[0])
-    launches = max(-(-len(lists[0]) // tensors_of_a_kernel), -(-chunks // 320))
+    chunks = sum([-(-x.numel() // 65536) for x in first])
+    launches = max(-(-len(first) // tensors_of_a_kernel), -(-chunks // 320))
     return launches * 2 if name == "_foreach_norm" else launches
 
 
@@ -91,8 +110,8 @@ def traffic(given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
     given: arguments of the operation.
     made: results of the operation.
     """
-    written = {id(x): x for x in made}
-    return sum([x.nbytes for x in given if id(x) not in written]) + sum([x.nbytes for x in written.values()])
+    sizes = {id(x): x.nbytes for x in made}
+    return sum(sizes.values()) + sum([x.nbytes for x in given if id(x) not in sizes])
 
 
 def is_mask(indices: Tensor) -> bool:
