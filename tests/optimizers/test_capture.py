@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -161,25 +161,31 @@ COMPILED: dict[str, Any] = {
 }
 
 
+PROGRAMS = defaultdict[str, dict[Any, traced.Program]](dict)
+"""Programs of the tests below by how they run and by their source. Tracing takes most of the time of a test."""
+CALLS: list[int] = []
+
+
 @pytest.fixture(params=["traced", "compiled"])
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of entries of each call of a program, which runs as it was traced, or compiled by Inductor."""
     if request.param == "compiled" and "EIGENGRAFT_COMPILE" not in os.environ:
         pytest.skip("compiles for half a minute: set EIGENGRAFT_COMPILE")
-    seen, known = list[int](), traced.generate
+    known = traced.generate
+    CALLS.clear()
 
     def generate(graph: Any, symbolic: bool) -> Any:
         program = known(graph, symbolic) if request.param == "compiled" else lambda tensors: graph(*tensors)
 
         def run(tensors: list[Tensor]) -> Any:
-            seen.append(tensors[0].numel())
+            CALLS.append(tensors[0].numel())
             return program(tensors)
 
         return as_operation(run)
 
     monkeypatch.setattr(traced, "generate", generate)
-    monkeypatch.setattr(traced, "_PROGRAMS", {})
-    return seen
+    monkeypatch.setattr(traced, "_PROGRAMS", PROGRAMS[request.param])
+    return CALLS
 
 
 @pytest.mark.slow

@@ -33,6 +33,11 @@ def compiled(recipe: str) -> Any:
     return load_recipe(recipe, dict.fromkeys(["compile", *routes], True))
 
 
+PROGRAMS: dict[Any, traced.Program] = {}
+"""Programs of the tests below by their source. Tracing takes most of the time of a test, and equal sources have equal
+programs."""
+
+
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Updates in which a traced program has run on a stack, each beside the same step as it is."""
@@ -60,7 +65,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Compiled, "direction", both)
     monkeypatch.setattr(traced, "generate", lambda graph, symbolic: lambda tensors: graph(*tensors))
-    monkeypatch.setattr(traced, "_PROGRAMS", {})
+    monkeypatch.setattr(traced, "_PROGRAMS", PROGRAMS)
     return seen
 
 
@@ -168,8 +173,11 @@ MOVING: Any = {"from": 0.5, "to": 0.9, "steps": 5}
     ids=lambda stage: stage["kind"],
 )
 @pytest.mark.parametrize("detect", ["host", "device"])
-def test_scheduled_fields_are_inputs_of_a_program(stage: Any, detect: str, steps: list[int]) -> None:
+def test_scheduled_fields_are_inputs_of_a_program(
+    stage: Any, detect: str, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A program made once has the numbers of every step, in `steps` within roundings of float64."""
+    monkeypatch.setattr(traced, "_PROGRAMS", {})
     parameter = nn.Parameter(normal(8, 6, seed=0))
     update = [stage, "spectral"]  # which makes it a program of blocks
     optimizer = Optimizer([("p", parameter)], {"update": update, "compile": True, "failure": {"detect": detect}})
@@ -294,6 +302,7 @@ def test_a_long_compilation_is_one_line_of_the_log(
         return lambda tensors: graph(*tensors)
 
     monkeypatch.setattr(traced, "generate", slow)
+    monkeypatch.setattr(traced, "_PROGRAMS", {})
     monkeypatch.setattr(traced, "_PROGRESS_AFTER", 0.05)
     for _ in range(2):
         named = [(f"p{i}", nn.Parameter(normal(*shape, seed=i))) for i, shape in enumerate([(8, 6), (5, 7)])]
@@ -304,6 +313,7 @@ def test_a_long_compilation_is_one_line_of_the_log(
 def test_a_short_compilation_is_not_logged(
     steps: list[int], monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
+    monkeypatch.setattr(traced, "_PROGRAMS", {})
     monkeypatch.setattr(traced, "_PROGRESS_AFTER", 3600)  # on a busy machine the import of the compiler takes seconds
     Optimizer([("p", nn.Parameter(normal(8, 6, seed=0)))], {"base": "muon", "routes": [], "compile": True})
     assert not logged
