@@ -124,6 +124,20 @@ EVERY_BROAD = [pytest.param(name, marks=() if name in COVER else pytest.mark.slo
 """Every broad recipe; those outside of the cover are slow."""
 
 
+FEW = ("adam", "muoneq", "prodigy", "psgd_kron", "shampoo_4bit", "soap_muon", "splus")
+"""Recipes of the cover with moments, polar factors, sums over parameters, learned factors, coded roots, a basis and
+averaged iterates."""
+
+
+def few_quick(names: Iterable[str]) -> list[Any]:
+    """Return recipes as parameters of a test. All but those in `FEW` are slow.
+
+    This is for tests about the optimizer around stages, or about declarations. Tests that a new stage may fail stay
+    quick for the whole cover.
+    """
+    return [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in names]
+
+
 def with_options(usual: Any, *others: Any) -> list[Any]:
     """Every broad recipe with the usual option, and the cover and what lies beyond it with the other options.
 

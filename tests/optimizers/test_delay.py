@@ -50,6 +50,9 @@ RECIPES: dict[str, tuple[Any, str]] = {
     "whitened roots": ({"base": "shampoo", "set": {f"{ROOT}.statistic": {"kind": "bregman", "q": 1}}}, ROOT),
     "diagonals": ({"base": "shampoo", "set": {f"{ROOT}.statistic.axes.entries": "diagonal"}}, ROOT),
 }
+SOME_QUICK = [
+    pytest.param(name, marks=() if name in ("soap", "marginals", "shampoo") else pytest.mark.slow) for name in RECIPES
+]
 
 
 def spread(name: str, delay: int, steps: int = 5, **fields: Any) -> eigengraft.Recipe:
@@ -125,7 +128,11 @@ def late_results() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "delay"), [*((name, 3) for name in RECIPES), *((name, k) for name in ("soap", "shampoo") for k in (1, 5))]
+    ("name", "delay"),
+    [
+        *(pytest.param(*each.values, 3, marks=each.marks) for each in SOME_QUICK),
+        *(pytest.param(name, k, marks=pytest.mark.slow) for name in ("soap", "shampoo") for k in (1, 5)),
+    ],
 )
 def test_a_worker_thread_gives_the_bits_of_the_definition(name: str, delay: int) -> None:
     """Every recipe with results that take effect before the next refresh, two of them also at once and at the next."""
@@ -136,7 +143,7 @@ def test_a_worker_thread_gives_the_bits_of_the_definition(name: str, delay: int)
     assert same(ours, theirs)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SOME_QUICK)
 def test_a_delay_of_zero_is_no_delay(name: str) -> None:
     source, path = RECIPES[name]
     plain = load_recipe(load_recipe(source), {f"{path}.refresh": {"kind": "every", "steps": 5, "min_wave_work": 1}})
@@ -629,6 +636,7 @@ def _protocol(job: int) -> list[tuple[str, int]]:
     return [("mark", first), ("wait", first), ("mark", first + 1), ("wait", first + 1), ("keep", first + 1)]
 
 
+@pytest.mark.slow
 def test_a_stage_of_an_outsider_may_be_delayed(registry: None) -> None:
     from typing import Literal
 

@@ -279,6 +279,7 @@ def test_a_recipe_for_pairs_without_a_pair_is_named(recipe: str) -> None:
     assert warned(recipe, model(), silence=["pairs-unmatched"]) == [] == warned("adamw", model())
 
 
+@pytest.mark.slow
 def test_no_shipped_recipe_has_these_faults() -> None:
     pair = nn.Sequential()
     for name, shape in (("lora_A", (4, 32)), ("lora_B", (32, 4))):

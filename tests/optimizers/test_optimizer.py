@@ -20,7 +20,7 @@ from eigengraft import Optimizer, load_recipe
 from eigengraft.optimizers import isolation
 from eigengraft.optimizers.write.write import WeightDecay
 
-from ..recipes import BROAD, COVER, EVERY_BROAD, TOGETHER, with_options
+from ..recipes import BROAD, COVER, EVERY_BROAD, TOGETHER, few_quick, with_options
 from ..refusals import refused
 from ..trajectories import named
 
@@ -416,7 +416,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("recipe", COVER)
+@pytest.mark.parametrize("recipe", few_quick(COVER))
 def test_memory_layout_does_not_matter(recipe: str) -> None:
     """Two parameters of each layout, all in one optimizer."""
     lays = [lay for _, lay in LAYOUTS.values() for _ in range(2)]

@@ -159,6 +159,7 @@ def test_a_statistic_with_an_interval_leaves_most_steps_to_the_program(steps: li
 MOVING: Any = {"from": 0.5, "to": 0.9, "steps": 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage",
     [

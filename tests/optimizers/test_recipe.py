@@ -95,6 +95,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[
     return losses
 
 
+@pytest.mark.slow
 def test_the_shipped_json_is_the_yaml() -> None:
     assert (recipe_folder() / "shipped.json").read_text(encoding="utf-8") == shipped_json()
 

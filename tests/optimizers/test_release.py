@@ -20,7 +20,7 @@ from eigengraft import Optimizer
 from eigengraft.optimizers.step.gradients import STALLED
 from eigengraft.testing import accelerator
 
-from ..recipes import COVER
+from ..recipes import COVER, few_quick
 from ..refusals import refused, warned
 from ..trajectories import normal
 
@@ -92,7 +92,10 @@ def equal(one: Sequence[Tensor], two: Sequence[Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("recipe", "micros"),
-    [(name, 1 + place % 2) for place, name in enumerate(name for name in COVER if name not in NEEDS_ALL)],
+    [
+        pytest.param(*each.values, 1 + place % 2, marks=each.marks)
+        for place, each in enumerate(few_quick(name for name in COVER if name not in NEEDS_ALL))
+    ],
 )
 def test_released_steps_have_the_bits_of_ordinary_ones(recipe: str, micros: int) -> None:
     """Steps accumulate one batch or two. In some steps a layer has no gradient, so that the rest of its stack waits."""

@@ -180,6 +180,7 @@ def test_a_loaded_state_is_a_copy() -> None:
     drive(one, params, range(6, 8))
 
 
+@pytest.mark.slow
 def test_state_is_plain_tensors_under_flat_keys() -> None:
     net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 70), nn.LayerNorm(70))
     for recipe in SHIPPED:

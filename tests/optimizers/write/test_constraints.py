@@ -16,7 +16,7 @@ from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.write import Constraint
 
 from ...laws.table import TABLE
-from ...recipes import BROAD, without_routes
+from ...recipes import BROAD, few_quick, without_routes
 from ...refusals import refused
 from ...trajectories import normal
 
@@ -69,7 +69,7 @@ def test_weight_decay_only_lengthens_the_step() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.float32) for name in BROAD),
+        *(pytest.param(*each.values, torch.float32, marks=each.marks) for each in few_quick(BROAD)),
         *((name, dtype) for name in ("adamw", "soap_fitted", "muon") for dtype in (torch.float64, torch.bfloat16)),
     ],
     ids=str,

@@ -48,6 +48,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_slices_have_the_bits_that_they_have_inside_a_tensor(dtype: torch.dtype, threads: None) -> None:
     """Of any length, from anywhere, alone or in a stack with others of their shape."""

@@ -175,6 +175,7 @@ def first_steps(weight: Tensor, recipe: Any, **options: Any) -> Tensor:
     return -parameter.detach()
 
 
+@pytest.mark.slow
 def test_factors_are_of_whole_matrices_and_not_of_blocks() -> None:
     ones = torch.ones(8, 12)
     for blocking in ({}, {"size": 4}, {"size": 3, "merge": 3}):
