@@ -169,7 +169,7 @@ ROOT: dict[str, Callable[[Tensor, Fraction], Any]] = {
     "small floor of the stack": lambda a, e: floored(a, e, lambda s: 1e-6 * s.max()),
     "in place": lambda a, e: Root(*eigen(a.add_(identity_like(a)), e)),
     "mean after a helper": lambda a, e: Root((r := eigen(a, e)[0]) + 1e-3 * r.mean(0), finite_blocks(a)),
-    "float32": lambda a, e: Root(*eigen(a.float(), e)),
+    "float32": lambda a, e: Root(eigen(a, e)[0].float(), finite_blocks(a)),
     "one ok": lambda a, e: Root(eigen(a, e)[0], torch.tensor(True)),
     "power": lambda a, e: Root(*eigen(a, 2 * e)),
     "not symmetric": lambda a, e: Root(torch.linalg.solve(a, torch.tril(a))),
