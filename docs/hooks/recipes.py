@@ -36,6 +36,7 @@ def recipe_pages() -> dict[str, str]:
     return {name: recipe_page(name) for name in eigengraft.shipped_recipes()}
 
 
+@cache
 def recipe_page(name: str) -> str:
     """One recipe: about, YAML as shipped, parts, state, and all fields."""
     recipe, up = eigengraft.load_recipe(name), "../" * (1 + name.count("/"))

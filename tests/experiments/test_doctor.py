@@ -26,6 +26,8 @@ from eigengraft.experiments.training.imports import import_component
 from ..cli import invoke
 from ..refusals import lacking, refused
 
+pytestmark = pytest.mark.slow
+
 Sickness = Literal[
     "none",
     "row",
@@ -324,7 +326,6 @@ def advised(diagnosis: Diagnosis) -> float:
     return float(rate[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["adamw", "soap_fitted", "muon", "shampoo", "sgd"])
 @pytest.mark.parametrize("lr", [1e-9, 1e-5, 30.0, 3e3])
 def test_a_learning_rate_that_is_advised_is_healthy(recipe: str, lr: float, tmp_path: Path) -> None:
@@ -544,7 +545,6 @@ def test_a_validation_loss_that_rose_while_the_training_loss_fell_is_overfitting
     assert all(text in one.text and "fell from 2 to 3e-07" in one.text for one in found)
 
 
-@pytest.mark.slow
 def test_a_validation_loss_that_was_below_a_guess_before_it_rose_is_overfitting(tmp_path: Path) -> None:
     train(patient("noise", steps=200), tmp_path)
     file = tmp_path / "metrics.jsonl"
@@ -578,7 +578,6 @@ def broken(*_: Any, **__: Any) -> Any:
     raise torch.linalg.LinAlgError("did not converge")
 
 
-@pytest.mark.slow
 def test_a_root_that_fails_is_named_with_its_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.linalg, "eigh", broken)
     ended = treated(patient(recipe={"update": ROOTS, "failure": {"roots": 1}}, lr=1e-2), tmp_path / "ended")
@@ -672,7 +671,6 @@ class Stopped(Exception):
     pass
 
 
-@pytest.mark.slow
 def test_a_continued_run_has_the_diagnosis_of_an_uninterrupted_one(tmp_path: Path) -> None:
     sick = patient(recipe=EXPLODING, lr=1e-3, checkpoint_every=3)
     with pytest.raises(Stopped):
@@ -680,7 +678,6 @@ def test_a_continued_run_has_the_diagnosis_of_an_uninterrupted_one(tmp_path: Pat
     assert treated(sick, tmp_path / "parts").findings == treated(sick, tmp_path / "whole").findings
 
 
-@pytest.mark.slow
 def test_the_record_of_an_error_goes_when_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = patient(recipe={"update": ROOTS, "failure": {"roots": 0}}, lr=1e-2)
     with monkeypatch.context() as patch:
@@ -755,15 +752,15 @@ def test_the_command_prints_findings_and_what_it_could_not_check(tmp_path: Path)
 
 def test_the_command_imports_a_task_that_the_run_does_not_name(tmp_path: Path) -> None:
     """A script defines a task and trains it. Another process, such as the command, does not know the task."""
-    source = tmp_path / "own_wave.py"
-    source.write_text(REGRESSION.read_text().replace('"curve"', '"own_wave"'))
+    source = tmp_path / "own_curve.py"
+    source.write_text(re.sub('"(curve|save_weights)"', r'"own_\1"', REGRESSION.read_text()))
     module = import_component(str(source))
-    train(load_experiment({"task": {"kind": "own_wave"}, "recipe": "adamw", "steps": 2}), tmp_path / "run")
-    Task.members.pop("own_wave")  # as in another process
+    train(load_experiment({"task": {"kind": "own_curve"}, "recipe": "adamw", "steps": 2}), tmp_path / "run")
+    Task.members.pop("own_curve")  # as in another process
     for name in [name for name, own in sys.modules.items() if own is module]:
         sys.modules.pop(name)
     without = invoke(["doctor", str(tmp_path / "run")])
-    assert without.exit_code == 0 and "own_wave" in without.output and "--import" in without.output
+    assert without.exit_code == 0 and "own_curve" in without.output and "--import" in without.output
     assert "not checked" in invoke(["doctor", str(tmp_path)]).output
     assert "not checked" not in invoke(["doctor", str(tmp_path / "run"), "--import", str(source)]).output
 
@@ -776,7 +773,6 @@ def test_a_directory_without_a_run_is_refused_with_the_runs_inside(tmp_path: Pat
     assert invoke(["doctor", str(tmp_path / "empty")]).exit_code == 2
 
 
-@pytest.mark.slow
 def test_the_command_lists_the_runs_of_a_study_in_which_something_was_found(tmp_path: Path) -> None:
     train(patient(), tmp_path / "a" / "seed-0")
     train(patient(lr=1e-12), tmp_path / "b" / "seed-0")
@@ -793,7 +789,6 @@ def test_the_command_lists_the_runs_of_a_study_in_which_something_was_found(tmp_
     assert invoke(["doctor", str(tmp_path / "a")]).exit_code == 0
 
 
-@pytest.mark.slow
 def test_train_ends_with_the_findings_that_need_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, lr in (("sick", 1e-12), ("healthy", 0.01)):
         train(patient(lr=lr), tmp_path / name)

@@ -15,6 +15,8 @@ from eigengraft.experiments.training.schedule import Constant, Cosine, Linear, P
 from ..cli import invoke
 from ..refusals import check_said, refused
 
+pytestmark = pytest.mark.slow
+
 TINY = {
     "task": {"kind": "digits", "layers": 1, "width": 8, "batch_size": 8},
     "recipe": "soap_fitted",

@@ -173,6 +173,7 @@ class Adapted(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["adamw", "muon", "shampoo", "soap_fitted", "psgd_kron"])
 def test_all_of_them_train_in_one_model(recipe: str) -> None:
     model, symbols = Adapted(), torch.arange(24).reshape(2, 12)

@@ -19,6 +19,8 @@ from eigengraft.experiments.training.train import Trainer
 
 from ..refusals import refused
 
+pytestmark = pytest.mark.slow
+
 TINY = {
     "task": {"kind": "digits", "layers": 1, "width": 4, "batch_size": 8},
     "recipe": "adamw",
@@ -129,7 +131,6 @@ def test_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(run_in_two(["lines_for_test"], tmp_path / "run")) == 7 and len(reads) == 2
 
 
-@pytest.mark.slow
 def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra `trackers` is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -145,7 +146,6 @@ def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
         assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-6)
 
 
-@pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the extra `trackers` is not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")

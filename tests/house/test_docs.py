@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from eigengraft.experiments.reproduction.claims import PaperClaims
 from eigengraft.experiments.studies.study import Study, load_study
 from eigengraft.experiments.training.experiment import load_experiment
 from eigengraft.optimizers.recipe.loading import parse_yaml
+from eigengraft.optimizers.step import traced
 
 from ..processes import FORK_SPAWNED, run
 from .pages import PAGES, PAPERS, ROOT, blocks, files, links, script, text
@@ -51,8 +54,18 @@ def test_python_examples_run(page: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", pages_with("yaml"))
-def test_yaml_examples_load(page: str) -> None:
+COMPILED = "docs/gpu.md"
+"""A page whose example compiles programs; it takes seconds to load torch's compiler."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if page == COMPILED else ()) for page in pages_with("yaml")],
+)
+def test_yaml_examples_load(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # programs are traced, and not compiled: what Inductor makes of those of AdamW is for test_compiled.py
+    monkeypatch.setattr(traced, "generate", lambda graph, symbolic: lambda tensors: graph(*tensors))
+    monkeypatch.setattr(traced, "_PROGRAMS", {})
     for block in blocks(page, "yaml"):
         data = parse_yaml(block)
         # Components of a page are not known here: see test_new_stage.py.
@@ -299,12 +312,15 @@ class Resources(HTMLParser):
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as `make docs` builds it, where nothing can reach a network."""
+    """The site as `make docs` builds it, where nothing can reach a network.
+
+    It is built in this process, whose hooks have counted the time of a step of every recipe for `recipe_pages`."""
     folder = tmp_path_factory.mktemp("site")
-    nowhere = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https", "HTTP", "HTTPS")}
-    command = ["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
-    done = run(*command, folder=ROOT, **nowhere, NO_MKDOCS_2_WARNING="1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    variables = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https", "HTTP", "HTTPS")}
+    with mock.patch.dict(os.environ, {**variables, "NO_MKDOCS_2_WARNING": "1"}), contextlib.chdir(ROOT):
+        from mkdocs.__main__ import cli
+
+        cli(["build", "--strict", "--quiet", "--site-dir", str(folder)], standalone_mode=False)
     return folder
 
 

@@ -513,6 +513,7 @@ def test_data_that_change_while_a_study_runs_stop_it_like_the_next_command(tmp_p
     assert len(trajectories(tmp_path / "out")) == 6
 
 
+@pytest.mark.slow
 def test_a_worker_compares_its_run_with_those_of_other_workers_alone_where_they_share_something(tmp_path, monkeypatch):
     """Files that only other cells import, and data of other tasks, may differ."""
     monkeypatch.setattr(running, "run_pool", in_this_process)
