@@ -64,7 +64,7 @@ class _Server:
                 time.sleep(0.05)
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def storage(request, tmp_path):
     """The URL of an empty database."""
     if request.param == "postgresql":
