@@ -147,10 +147,8 @@ def test_blocks_are_due_with_their_probability(probability: float, shared: bool)
     within 5 of 0 correlations between neighboring steps, blocks and seeds."""
     make_it = {"kind": "probability", "probability": probability, "shared": shared}
     seeds = np.random.default_rng(1).integers(-(2**63), 2**63, 40)
-    one, two = (
-        np.array([due(make("cadence", Row({**make_it, "seed": seed})), t, seeds) for t in range(2, 402)], dtype=float)
-        for seed in (0, 1)
-    )
+    cadences = (make("cadence", Row({**make_it, "seed": seed})) for seed in (0, 1))
+    one, two = (np.array([due(cadence, t, seeds) for t in range(2, 402)], dtype=float) for cadence in cadences)
     draws, spread = 400 if shared else 16_000, (probability * (1 - probability)) ** 0.5
     assert abs(one.mean() - probability) <= 5 * spread / draws**0.5
     assert not shared or (one == one[:, :1]).all()
