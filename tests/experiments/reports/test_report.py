@@ -254,7 +254,7 @@ def test_a_value_reached_at_second_0_is_no_bound(tmp_path):
     assert (soap.at_first_evaluation("steps"), soap.at_first_evaluation("seconds")) == ({0}, set())
 
 
-def test_a_metric_that_rose_again_is_named_with_its_best_evaluation(tmp_path):
+def test_a_metric_that_rose_again_is_named_with_its_best_evaluation(tmp_path, no_pictures):
     """The curve of adamw passes its final value in the first ten steps: other runs reach it there, and much later."""
     values = {"adamw": [3.0, 0.5, 1.75], "soap": [3.0, 0.75, 0.75]}
     write_study(tmp_path, [(m, seed, {"recipe": ADAM, "values": own}) for m, own in values.items() for seed in (0, 1)])
@@ -782,7 +782,7 @@ def test_formats_that_are_no_list_or_unknown_are_refused(study, formats, data):
 class TestOptions:
     """What a report shows, and how its figures are drawn."""
 
-    def test_only_some_labels_are_compared_under_other_texts(self, study):
+    def test_only_some_labels_are_compared_under_other_texts(self, study, no_pictures):
         report = Report(study, only=["so*"], labels={"soap": "SOAP, ours"})
         (panel,) = report.panels
         assert [row.label for row in panel.rows] == ["SOAP, ours"] and panel.baseline is None
@@ -791,7 +791,9 @@ class TestOptions:
         assert renamed.panels[0].baseline.label == "AdamW" and len(renamed.panels[0].rows) == 2
         assert [row.label for row in Report(study, only=["method=adamw"]).panels[0].rows] == ["adamw"]
 
-    def test_a_report_of_some_runs_leaves_that_of_all_runs_as_it_is_and_says_that_the_baseline_is_missing(self, study):
+    def test_a_report_of_some_runs_leaves_that_of_all_runs_as_it_is_and_says_that_the_baseline_is_missing(
+        self, study, no_pictures
+    ):
         assert Report(study).write() == study / "report.html"
         before = {path: path.read_bytes() for path in study.iterdir() if path.is_file()}
         said = invoke(["report", str(study), "--only", "so*"])
