@@ -5,6 +5,8 @@
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,13 +65,16 @@ def _is_number(node: ast.expr) -> bool:
     return isinstance(inner, ast.Constant) and isinstance(inner.value, (int, float))
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Return the syntax of each module of the library."""
+    paths = [path for module, path in sources().items() if room_of(module) in LIBRARY]
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
 @pytest.mark.parametrize("rule", [faults, cached])
 def test_every_tensor_names_its_device_and_dtype_and_none_is_kept_by_functools(rule: Rule) -> None:
-    found = []
-    for module, path in sources().items():
-        if room_of(module) in LIBRARY:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            found += [f"{path.relative_to(ROOT)}:{line}: {what}" for line, what in rule(tree)]
+    found = [f"{path.relative_to(ROOT)}:{line}: {what}" for path, tree in trees().items() for line, what in rule(tree)]
     assert not found, "\n".join(found)
 
 

@@ -49,7 +49,17 @@ FAMILIES = {
     "basis_solver": (*SOLVER_LAWS, *BASIS_LAWS),
     "polar_solver": (*SOLVER_LAWS, *POLAR_LAWS),
 }
-SOLVERS = [pytest.param(family, row, id=f"{family} {row}") for family in FAMILIES for row in TABLE[family]]
+LONG = ("qr_iteration to the end", "symmetric")
+"""Rows whose laws take most of a second."""
+
+
+def marks(row: Row) -> tuple[pytest.MarkDecorator, ...]:
+    return (pytest.mark.slow,) if str(row) in LONG else ()
+
+
+SOLVERS = [
+    pytest.param(family, row, id=f"{family} {row}", marks=marks(row)) for family in FAMILIES for row in TABLE[family]
+]
 
 
 @pytest.mark.parametrize(("family", "row"), SOLVERS)
@@ -64,7 +74,9 @@ def test_only_decompositions_take_no_iterations(row: Row) -> None:
     assert bool((root.iterations > 0).all()) == (row.kind not in ("eigh", "cholesky"))
 
 
-@pytest.mark.parametrize("row", [*QUANTIZERS, *WITH_NOISE_INSIDE], ids=str)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=str(row), marks=marks(row)) for row in (*QUANTIZERS, *WITH_NOISE_INSIDE)]
+)
 def test_a_quantizer_keeps_the_laws(row: Row) -> None:
     check(QuantizerCase(small(row.make)), QUANTIZER_LAWS)
 
