@@ -49,16 +49,12 @@ FAMILIES = {
     "basis_solver": (*SOLVER_LAWS, *BASIS_LAWS),
     "polar_solver": (*SOLVER_LAWS, *POLAR_LAWS),
 }
-LONG = ("qr_iteration to the end", "symmetric")
+LONG = ("qr_iteration to the end",)
 """Rows whose laws take most of a second."""
-
-
-def marks(row: Row) -> tuple[pytest.MarkDecorator, ...]:
-    return (pytest.mark.slow,) if str(row) in LONG else ()
-
-
 SOLVERS = [
-    pytest.param(family, row, id=f"{family} {row}", marks=marks(row)) for family in FAMILIES for row in TABLE[family]
+    pytest.param(family, row, id=f"{family} {row}", marks=pytest.mark.slow if str(row) in LONG else ())
+    for family in FAMILIES
+    for row in TABLE[family]
 ]
 
 
@@ -74,9 +70,7 @@ def test_only_decompositions_take_no_iterations(row: Row) -> None:
     assert bool((root.iterations > 0).all()) == (row.kind not in ("eigh", "cholesky"))
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=str(row), marks=marks(row)) for row in (*QUANTIZERS, *WITH_NOISE_INSIDE)]
-)
+@pytest.mark.parametrize("row", [*QUANTIZERS, *WITH_NOISE_INSIDE], ids=str)
 def test_a_quantizer_keeps_the_laws(row: Row) -> None:
     check(QuantizerCase(small(row.make)), QUANTIZER_LAWS)
 
