@@ -64,7 +64,7 @@ check: $(READY)
 	$(BIN)/python -m mypy
 
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "open site/index.html"
 
 # In an environment of its own, with what these libraries bring.

@@ -28,7 +28,7 @@ The axis of losses is logarithmic, and the same for all recipes.
   parameters' bytes. It is counted on GPT-2 small with a simulated accelerator.
 - **≥ ms**: counted time of the optimizer in a step of GPT-2 small on one H100,
   [a lower bound](../papers/laptop_track/README.md#counted-cost). In brackets is the time that was
-  [measured](gpu.md#steps) on another card, with its name.
+  [measured](../gpu.md#steps) on another card, with its name.
 - **steps**: steps to the track's target loss, of 200, on the two tasks.
 """
 

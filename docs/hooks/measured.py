@@ -118,10 +118,11 @@ def section(name: str, up: str) -> str:
         note = gpu().rows[name].get("note", "")
         counted += (
             f"\n\n**Measured time:** {measured_text(name)} ms for the optimizer in a step of {COUNTED_MODELS[COUNTED]} "
-            f"on one {gpu().card}, [mean of steps with and without refreshes]({up}gpu.md#steps){note and f' ({note})'}."
+            f"on one {gpu().card}, [mean of steps with and without refreshes]({up}../gpu.md#steps)"
+            f"{note and f' ({note})'}."
         )
     else:
-        counted += f" It was not [measured on a card]({up}gpu.md#steps); measured steps take longer."
+        counted += f" It was not [measured on a card]({up}../gpu.md#steps); measured steps take longer."
     own, now = task_scores(name), track()
     if not own:
         return f"{counted}\n\nNot run on the [laptop track]({up}../papers/laptop_track/README.md)."

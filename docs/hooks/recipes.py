@@ -124,11 +124,11 @@ Recipes that need several backwards per step, such as `isomuon`, are left out of
 ## All recipes
 
 - **state**: bytes per parameter of GPT-2 small in float32, embeddings and vectors included.
-  [Other models](odd-models.md#convolutions) differ; `eigengraft plan` gives the bytes of a model.
+  [Other models](../../guide/odd-models.md#convolutions) differ; `eigengraft plan` gives the bytes of a model.
 - **≥ ms**: counted time of the optimizer in a step of {model} on one
   {H100.name}, [a lower bound](../../papers/laptop_track/README.md#counted-cost).
 - **measured ms**: mean time of the optimizer in this step on one {gpu().card}, [where it was
-  measured](../gpu.md#steps).
+  measured](../../gpu.md#steps).
 - **profile**: score on the laptop track, 1 for the fewest steps on every task.
 - **steps, loss, rate**: steps to the target, final loss and best learning rate on two of its tasks.
 

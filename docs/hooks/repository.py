@@ -48,7 +48,7 @@ def figures() -> dict[str, Path]:
 
 def paper_data() -> dict[str, Path]:
     """Return numbers and figures that the pages of the papers refer to, by their path in the site."""
-    found = [path for kind in ("json", "svg") for path in sorted((ROOT / "papers").glob(f"*/*.{kind}"))]
+    found = [path for kind in ("csv", "json", "svg", "yaml") for path in sorted((ROOT / "papers").glob(f"*/*.{kind}"))]
     return {path.relative_to(ROOT).as_posix(): path for path in found}
 
 

@@ -326,7 +326,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with mock.patch.dict(os.environ, {**variables, "NO_MKDOCS_2_WARNING": "1"}), contextlib.chdir(ROOT):
         from mkdocs.__main__ import cli
 
-        cli(["build", "--strict", "--quiet", "--site-dir", str(folder)], standalone_mode=False)
+        cli(["build", "--strict", "--site-dir", str(folder)], standalone_mode=False)
     return folder
 
 
