@@ -77,8 +77,8 @@ def list_command(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            help="print only entries that contain all these words; after `recipes`, names of several recipes print "
-            "their rows in one table, in this order"
+            help="print only entries that contain all these words, or words that begin so; after `recipes`, names of "
+            "several recipes print their rows in one table, in this order"
         ),
     ] = None,
     imports: Imports = None,
@@ -130,7 +130,7 @@ def list_command(
         order = sought if sort is None else [name for name in recipes if name in sought]
         chosen, sought = {RECIPES: [_recipe_row(name, sort) for name in order]}, []
     found = {
-        name: [row for row in rows if all(word in _searched_text(name, row) for word in sought)]
+        name: [row for row in rows if all(_begins_a_word(part, _searched_text(name, row)) for part in sought)]
         for name, rows in chosen.items()
     }
     if RECIPES in found and not sought and sys.stdout.isatty():
@@ -149,6 +149,11 @@ def list_command(
             _print_entries(heads.get(name, (name, "about")), rows, headings)
     if what in _NOTES:
         typer.echo(f"\n{_NOTES[what]}")
+
+
+def _begins_a_word(part: str, text: str) -> bool:
+    """Return True if a word of the text begins with `part`. The words of the name `soap_muon` are `soap` and `muon`."""
+    return re.search(rf"(?<![a-z]){re.escape(part)}", text) is not None
 
 
 def _in_either_number(name: str, known: Iterable[str]) -> str:
@@ -326,10 +331,13 @@ def print_kind(family: str, member: type[Component]) -> None:
 
 
 def print_chain(recipe: Recipe) -> None:
-    """Print the path of each stage of a recipe as comments of YAML.
+    """Print the name and the text of a recipe, and the path of each of its stages, as comments of YAML.
 
     The first stage of each kind is followed by the formula of the kind.
     """
+    if recipe.about:
+        title = f"{recipe.name}: {recipe.about}" if recipe.name else recipe.about
+        typer.echo(textwrap.fill(title, 100, initial_indent="# ", subsequent_indent="# "))
     shown = set[type]()
     for at, rule in recipe.rules().items():
         for path, stage in rule.stages(at):

@@ -197,7 +197,7 @@ def show_command(
 ) -> None:
     """Print the resolved recipe or experiment, the route of every parameter, and the bytes of every slot.
 
-    For a recipe, the formulas of its stages and its counted cost are printed first.
+    For a recipe, its purpose, the formulas of its stages and its counted cost are printed first.
 
     For the kind of a component, print its formula and its fields. If a recipe and a kind have the same name, the recipe
     is printed; FAMILY.KIND, such as `stage.shampoo`, always names the component. For a family, print what a member of

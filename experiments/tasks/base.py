@@ -127,7 +127,8 @@ def data_fault(batch: Batch, rows: Sequence[int] | None = None, source: str = "t
             if rows is not None and (known := [rows[row] for row in bad]) != bad:
                 where += f", in the {source} {_name_rows(known)}"
             count = int((~finite).sum())
-            return f"{counted(count, 'number')} in its {name} that {'is' if count == 1 else 'are'} not finite ({where})"
+            verb = "is" if count == 1 else "are"
+            return f"{counted(count, 'number')} in its {name} that {verb} not finite ({where}, counted from 0)"
     return ""
 
 

@@ -13,7 +13,7 @@ def command_line() -> None:
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.startswith("eigengraft"):
             raise
-        install = '`pip install -e ".[experiments]"` in the clone of eigengraft'
+        install = '`pip install ".[experiments]"` in the clone of eigengraft'
         sys.exit(f"eigengraft: the command line needs {error.name}, which is not installed; run {install}")
     main()
 

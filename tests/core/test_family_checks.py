@@ -437,9 +437,15 @@ def test_a_sound_statistic_and_one_without_a_contribution() -> None:
 # Quantizers.
 
 
-def eighth(x: Tensor, scale: Tensor) -> dict[str, Tensor]:
+def eighth(
+    x: Tensor, scale: Tensor, integer: Callable[[Tensor], Tensor] = torch.round, size: int = 127
+) -> dict[str, Tensor]:
     whole = rows(scale, x.ndim) if scale.ndim == 1 and len(scale) == len(x) else scale
-    return {"codes": (127 * x / whole).round().to(torch.int8), "scale": scale}
+    return {"codes": integer(size * x / whole).to(torch.int8), "scale": scale}
+
+
+def largest(x: Tensor) -> Tensor:
+    return x.abs().reshape(len(x), -1).amax(1).clamp_min(1e-30)
 
 
 ENCODE: dict[str, Callable[[Tensor], Any]] = {
@@ -452,6 +458,8 @@ ENCODE: dict[str, Callable[[Tensor], Any]] = {
     "last axis": lambda x: eighth(x, x.abs().amax(-1, keepdim=True)),
     "last axis, undeclared": lambda x: eighth(x, x.abs().amax(-1, keepdim=True).clamp_min(1e-30)),
     "last two axes": lambda x: eighth(x, x.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30)),
+    "rounded down": lambda x: eighth(x, largest(x), torch.floor, 120),
+    "rounded toward 0": lambda x: eighth(x, largest(x), torch.trunc, 120),
     "one scale": lambda x: {"halves": x.half(), "scale": x.abs().max()},
     "in place": lambda x: {"halves": x.mul_(0.99).half()},
     "item": lambda x: {"halves": (x / max(x.abs().max().item(), 1.0)).half()},
@@ -473,7 +481,8 @@ class WrongQuantizer(Quantizer):
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
         if "codes" in encoded:
             scale = encoded["scale"].to(dtype)
-            return encoded["codes"] * (rows(scale, 1 + len(slot.shape)) if scale.ndim == 1 else scale) / 127
+            size = 120 if self.fault.startswith("rounded") else 127
+            return encoded["codes"] * (rows(scale, 1 + len(slot.shape)) if scale.ndim == 1 else scale) / size
         x = encoded["halves"].to(torch.float32 if self.fault == "float32" else dtype)
         return x.flatten(1) if self.fault == "flat" else x
 
@@ -494,6 +503,8 @@ class WrongQuantizer(Quantizer):
         ("last axis", ("zeros", "torch.int8", HERE, "torch.where")),
         ("last axis, undeclared", ("shape ()", "scale", "[4, ...]", "[1]", "`unsupported`")),
         ("last two axes", ("shape ()", "`unsupported`", "IndexError", HERE)),
+        ("rounded down", ("mean error", "0.6", "encode()")),
+        ("rounded toward 0", ("mean error", "0.6", "sign", "encode()")),
     ],
 )
 def test_mistakes_in_quantizers(fault: str, says: tuple[object, ...]) -> None:

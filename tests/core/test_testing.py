@@ -530,7 +530,7 @@ def test_a_stage_whose_hooks_return_another_type_is_told_so(
 
 def test_a_sound_quantizer_gets_a_report() -> None:
     report = check_quantizer(BrokenQuantizer())
-    assert len(report.held) == 11 and "draws no random numbers" in str(report)
+    assert len(report.held) == 12 and "draws no random numbers" in str(report)
     assert "draws average out" in check_quantizer(Int8(min_elements=1, block_size=8, rounding="stochastic")).held
 
 

@@ -554,13 +554,15 @@ class TestShow:
         assert eigengraft.load_recipe(yaml(output)) == expected  # type: ignore[arg-type]
         assert eigengraft.load_recipe(write("mine.yaml", output)) == expected
 
-    def test_a_recipe_begins_with_its_chain_and_its_cost(self) -> None:
+    def test_a_recipe_begins_with_its_purpose_its_chain_and_its_cost(self) -> None:
         lines = succeeds("show", "soap_fitted").splitlines()
         first = lines[: next(at for at, line in enumerate(lines) if not line.startswith("#"))]
         paths = [
             path for at, rule in eigengraft.load_recipe("soap_fitted").rules().items() for path, _ in rule.stages(at)
         ]
-        assert [line[2:] for line in first if line[2:3] != " "][: len(paths)] == paths
+        assert first[0].startswith("# soap_fitted: SOAP")
+        shown = [line[2:] for line in first if line[2:3] != " "]
+        assert shown[shown.index(paths[0]) :][: len(paths)] == paths
         assert [sum(formula in line for line in first) for formula in ("v <- b v", "m <- b m")] == [1, 1]
         assert "counted" in first[-2] and "measured" in first[-1]
 
@@ -874,6 +876,12 @@ def test_sorted_recipes_are_one_table_with_the_best_first(key: str, column: str,
     values = [sign * float(row[place]) if row[place] != "-" else float("inf") for row in rows]
     assert column in head.split() and len(rows) == len(eigengraft.shipped_recipes())
     assert values == sorted(values)
+
+
+def test_words_are_found_from_their_beginning_on() -> None:
+    assert {"muown", "rmnp"} <= {*succeeds("list", "recipes", "norm", "rows").split()}
+    assert "soap_muon" in succeeds("list", "recipes", "muon").split()
+    assert invoke(["list", "recipes", "orms", "rows"]).exit_code == 2  # "orms" is inside of words only
 
 
 def test_named_recipes_are_one_table_in_the_given_order() -> None:

@@ -157,7 +157,7 @@ import eigengraft.experiments.cli.main
 print(eigengraft.optimizers.__file__)
 """
     refused, place = run(installed, "-c", code, cwd=tmp_path).splitlines()
-    assert "typer" in refused and 'pip install -e ".[experiments]"' in refused
+    assert "typer" in refused and 'pip install ".[experiments]"' in refused
     assert Path(place).is_relative_to(site_packages(installed))
 
 

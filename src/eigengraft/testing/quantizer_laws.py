@@ -256,6 +256,25 @@ def numbers_come_back_nearly(case: QuantizerCase) -> None:
     )
 
 
+def errors_have_no_common_sign(case: QuantizerCase) -> None:
+    """Decoded numbers are neither all too small or all too large, nor all too near to 0 or too far from it.
+
+    e is the error of an entry x. The means of e and of e sign(x) over 64 matrices are at most 0.6 of the root mean
+    square of e. Rounding to nearest gives about 0, and 0.5 for formats of few codes. Rounding down, or toward 0, gives
+    0.87, because such an error is uniform between 0 and one step.
+    """
+    slot, x = case.example(64)
+    error = case.component.decode(case.component.encode(x), slot, _FLOAT32) - x
+    size = float(error.square().mean().sqrt())
+    for signs, name, cause in (
+        (torch.ones_like(x), "the mean error of decoded numbers", "does encode() round down or up?"),
+        (x.sign(), "the mean error of decoded numbers, times the sign of the number", "does encode() round toward 0?"),
+    ):
+        mean = float((error * signs).mean())
+        expected = f"at most 0.6 of the root mean square of the error, {0.6 * size:.2g}"
+        require(abs(mean) <= 0.6 * size, name, expected, f"{mean:.2g}", in_parentheses(cause))
+
+
 def draws_average_out(case: QuantizerCase) -> None:
     """Stochastic rounding has no bias: the mean of 32 decoded matrices, each with other random numbers, has at most 3/4
     of the error of one of them. Without bias it has 1 / sqrt(32) = 0.18 of this error.
@@ -331,6 +350,7 @@ QUANTIZER_LAWS: tuple[Law[QuantizerCase], ...] = (
     Law(codes_are_made_from_finite_numbers),
     Law(what_is_not_finite_is_seen_or_kept_out),
     Law(numbers_come_back_nearly),
+    Law(errors_have_no_common_sign),
     Law(draws_average_out, without_draws),
     Law(codes_stay_on_the_device, without_accelerator),
 )
