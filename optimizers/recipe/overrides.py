@@ -71,6 +71,11 @@ def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_valu
         raise RecipeError(f"overrides: {required}, got {type(overrides).__name__}")
     pairs = []
     for override in [overrides] if isinstance(overrides, str) else overrides:
+        if isinstance(override, (tuple, list)):
+            raise RecipeError(
+                f"overrides: {override!r:.60} is not text; pass a mapping {{path: value}}, as dict(overrides) makes of "
+                "pairs, or strings path.to.field=value"
+            )
         path, equals, text = str(override).partition("=")
         removes = path.startswith("~")
         if removes is bool(equals) or not path.lstrip("~").strip():
