@@ -10,7 +10,7 @@ from eigengraft.slots import StateKey
 
 from .isolation import isolation
 from .optimizer import Optimizer
-from .param_groups import meant_overrides
+from .other_options import meant_overrides
 from .step.fused import declared_moments, moment_slots
 
 

@@ -110,8 +110,9 @@ class Optimizer(ComposedOptimizer):
             raise TypeError(f"checked: True or False is required, got {checked!r}")
         described = DescribedParameters.of(params)
         self.recipe = load_recipe(recipe, overrides)
-        require_options(options, self.recipe)
-        check_options(options, "Optimizer")
+        who = "compose" if isinstance(params, DescribedParameters) else "Optimizer"  # `compose` passes no others
+        require_options(options, self.recipe, who)
+        check_options(options, who)
         if captured is not None and captured != self.recipe.graph:
             self.recipe = self.recipe.replace(graph=captured)
         self.param_sets = ParamSets(self.recipe, checked, described.others)
@@ -121,7 +122,7 @@ class Optimizer(ComposedOptimizer):
         }
         self._known = described.infos
         self._asks_fused = bool(options.get("fused"))
-        super().__init__(described.params, Defaults(defaults, self.recipe))
+        super().__init__(described.params, Defaults(defaults, self.param_sets.recipe_text))
         self._known = None
         if described.model is not None:
             self._model = ModelLink(described.model, self.param_groups)
@@ -130,7 +131,7 @@ class Optimizer(ComposedOptimizer):
             self._rounding = RoundingWatch()
         with isolation(self):
             self.param_sets.complete(0, self.param_groups, self.state)
-        self._warn_of_fused("Optimizer")
+        self._warn_of_fused(who)
         if not all(route.optional for route in self.recipe.routes):
             require_matches(self.recipe, [*described.others, *self.param_sets.infos])
         if PARTNER & self.param_sets.signals.asking.keys():

@@ -20,8 +20,9 @@ from eigengraft.errors import did_you_mean, warn_user
 from eigengraft.numerics import fake_mode
 from eigengraft.signals import PARTNER, asking
 
+from .other_options import momentum_path, translated
 from .recipe.loading import load_recipe
-from .recipe.recipe import Recipe, Route
+from .recipe.recipe import Recipe
 from .recipe.routing import ParamInfo
 from .write.closures import SCALE
 from .write.write import number
@@ -54,13 +55,6 @@ _OFF = {
     "differentiable": "no gradient passes through a step",
 }
 """Options of torch's optimizers that are not supported, with the advice for each."""
-_MOMENTS = {
-    "momentum": ("first_moment",),
-    "beta1": ("first_moment",),
-    "beta2": ("second_moment",),
-    "betas": ("first_moment", "second_moment"),
-}
-"""Options of torch's optimizers that are decays of moments, with the roles of the slots that store these moments."""
 _CYCLE = "[{'from': 0.95, 'to': 0.85, 'steps': 300}, {'from': 0.85, 'to': 0.95, 'steps': 700}]"
 """A schedule to show in an error: the momentum of OneCycleLR with default arguments in a run of 1000 steps."""
 _OF_WRAPPERS = frozenset({"rho", "alpha"})
@@ -77,28 +71,30 @@ def _other_names(key: str) -> list[str]:
     return [_OTHER_NAMES[key]] if key in _OTHER_NAMES else []
 
 
-def require_options(options: Mapping[str, Any], recipe: Recipe) -> None:
+def require_options(options: Mapping[str, Any], recipe: Recipe, who: str) -> None:
     """Raise TypeError if an option of `Optimizer` or `compose` is unknown. The error suggests the nearest option, or
     the overrides of the recipe that mean the same.
+
+    who: name of the function that was called.
     """
-    unknown = [key for key in options if key not in (*_HOW, *_OFF)]
+    unknown = {key: value for key, value in options.items() if key not in (*_HOW, *_OFF)}
     if not unknown:
         return
-    meant, others = dict[str, Any](), list[str]()
-    for key in unknown:
-        found = meant_overrides(key, options[key], recipe)
-        meant |= found
-        others += [] if found else [key]
-    hint = did_you_mean(others[0], _OPTIONS, first=_other_names(others[0])) if others else ""
+    found = translated(unknown, recipe)
+    meant = {path: value for overrides in found.values() for path, value in overrides.items()}
+    others = [key for key, overrides in found.items() if not overrides]
+    misspelled = others and others[0] not in _elsewhere()
+    hint = did_you_mean(others[0], _OPTIONS, first=_other_names(others[0])) if misspelled else ""
     advice = f"; pass overrides={meant}" if meant else ""
     if others and others[0] in _OPTIONS:
         hint, advice = "", f"{advice}; only `compose` has {others[0]}"
     elif others and not hint:
         advice += f"; if '{others[0]}' is an option of another library, docs/from-torch.md has the field"
     verb = "is not an option" if len(unknown) == 1 else "are not options"
+    known = ", ".join(_OPTIONS if who == "compose" else _OPTIONS[:-2])
     raise TypeError(
-        f"Optimizer: {', '.join(map(repr, unknown))} {verb}{hint} (the options are {', '.join(_OPTIONS[:-2])}, and in "
-        f"`compose` also {' and '.join(_OPTIONS[-2:])}; the recipe declares all else){advice}"
+        f"{who}: {', '.join(map(repr, unknown))} {verb}{hint} (the options are {known}; the recipe declares all else)"
+        f"{advice}"
     )
 
 
@@ -126,45 +122,23 @@ def check_options(given: Mapping[str, Any], who: str) -> None:
         )
 
 
-def meant_overrides(key: str, value: Any, rule: Recipe | Route, at: str = "") -> dict[str, Any]:
-    """Translate an option of torch's optimizers into overrides of a recipe: a mapping {dotted path: value}.
-
-    `momentum` and `betas` become the decays of first and second moments. Any other option becomes an override of each
-    field of a stage that has the same name as the option.
-
-    rule: the recipe, or one of its routes.
-    at: path of the rule in the recipe, "" for the recipe itself.
-    """
-    roles = _MOMENTS.get(key, ())
-    values = value if isinstance(value, (tuple, list)) and len(value) == len(roles) else [value] * len(roles)
-    given = dict(zip(roles, values, strict=True))
-    found = {}
-    for path, stage in rule.stages(at):
-        fields = type(stage).model_fields
-        for slot in stage.slots((2, 2)).values() if "beta" in fields else ():
-            if slot.role in given:
-                found[f"{path}.beta"] = given[slot.role]
-        if key in fields:
-            found[f"{path}.{key}"] = value
-    return found
-
-
 class Defaults(dict[str, Any]):
     """The defaults of param groups. A scheduler of torch that wants to set a momentum gets an error with advice.
 
-    path: path of the recipe's field with the decay of the first moment; None if there is no such field.
+    recipe: JSON text of the optimizer's recipe.
     """
 
-    def __init__(self, values: Mapping[str, Any], recipe: Recipe) -> None:
+    def __init__(self, values: Mapping[str, Any], recipe: str) -> None:
         super().__init__(values)
-        self.path = next(iter(meant_overrides("momentum", 0.9, recipe)), None)
+        self.recipe = recipe
 
     def __contains__(self, key: object) -> bool:
         """Return True if a default has this name. Raise ValueError if OneCycleLR or CyclicLR asks for a momentum."""
         scheduler = sys._getframe(1).f_globals.get("__name__") == "torch.optim.lr_scheduler"
         if scheduler and key in ("momentum", "betas"):
-            remedy = f"overrides={{'{self.path}': {_CYCLE}}}"
-            remedy = f", and give the field a schedule, as here for 1000 steps: {remedy}" if self.path else ""
+            path = momentum_path(load_recipe(self.recipe))
+            remedy = f"overrides={{'{path}': {_CYCLE}}}"
+            remedy = f", and give the field a schedule, as here for 1000 steps: {remedy}" if path else ""
             raise ValueError(
                 "cycle_momentum: the momentum is a field of the recipe, and schedulers change only the lr; pass "
                 f"cycle_momentum=False{remedy}"
@@ -243,10 +217,17 @@ def require_names(group: dict[str, Any], groups: Sequence[Mapping[str, Any]]) ->
 
 
 def require_leaves(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for a parameter that is the result of an operation, as torch does. The error names it."""
+    """Raise TypeError for an entry of `params` that is no tensor, and ValueError for a parameter that is the result of
+    an operation, as torch does. The errors begin with torch's sentences, and say what to pass.
+    """
     params = group["params"] if isinstance(group["params"], list) else []
     for place, one in enumerate(params):
         name, value = one if isinstance(one, tuple) and len(one) == 2 else (f"the one at position {place}", one)
+        if isinstance(one, (list, Iterator)) or callable(one):
+            raise TypeError(
+                f"optimizer can only optimize Tensors, but one of the params is {torch.typename(one)}, at "
+                f"position {place}; pass model.named_parameters() or model.parameters() itself, not in a list"
+            )
         if isinstance(value, Tensor) and not (value.is_leaf or value.retains_grad):
             raise ValueError(
                 f"can't optimize a non-leaf Tensor: {name} is the result of an operation; pass the nn.Parameter from "

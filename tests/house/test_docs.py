@@ -137,14 +137,6 @@ def test_the_tables_of_calls_are_found() -> None:
     assert CALLS
 
 
-def test_paths_for_the_authors_soap_exist() -> None:
-    recipe = eigengraft.load_recipe("reference/soap")
-    paths = re.findall(r"`(update\.eigenbasis[\w.]*=\w+)`", text("docs/from-torch.md"))
-    assert paths
-    for path in paths:
-        assert eigengraft.load_recipe(recipe, [path]).update
-
-
 def test_every_shipped_recipe_is_in_the_guide() -> None:
     for name in eigengraft.shipped_recipes():
         assert f"`{name}`" in text("docs/guide/recipes.md"), name

@@ -130,7 +130,10 @@ def cycle_error() -> str:
             "soap",
             "betas",
             (0.8, 0.9),
-            {f"update.eigenbasis.inner.{k}.beta": b for k, b in (("momentum", 0.8), ("rms", 0.9))},
+            {
+                f"update.eigenbasis.{k}.beta": b
+                for k, b in (("inner.momentum", 0.8), ("inner.rms", 0.9), ("statistic", 0.9))
+            },
         ),
         ("muon", "momentum", 0.8, {"update.momentum.beta": 0.8}),
         ("sgd", "momentum", 0.8, {"update.heavy_ball.beta": 0.8}),

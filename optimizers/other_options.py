@@ -1,0 +1,218 @@
+"""Options of other libraries as overrides of a recipe, for errors about unknown options.
+
+`meant_overrides` translates options of torch's optimizers. `translated` also knows the options of SOAP and Distributed
+Shampoo as their authors' code has them, because one of these options can set several fields: betas[1] of SOAP is also
+the decay of the factor matrices, and betas[1] of Distributed Shampoo is not the decay of its grafting. An option whose
+meaning for the recipe is not certain has no translation.
+
+docs/from-torch.md shows the same translations, and a test (tests/optimizers/test_other_options.py) compares both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from eigengraft.errors import RecipeError
+
+from .recipe.loading import load_recipe
+from .recipe.recipe import Recipe, Route
+
+_MOMENTS = {
+    "momentum": ("first_moment",),
+    "beta1": ("first_moment",),
+    "beta2": ("second_moment",),
+    "betas": ("first_moment", "second_moment"),
+}
+"""Options of torch's optimizers that are decays of moments, with the roles of the slots that store these moments."""
+_GRAFTS: Mapping[str, Mapping[str, Any]] = {
+    "Adam": {"beta": "beta2", "eps": "epsilon"},
+    "RMSprop": {"beta": "beta2", "eps": "epsilon", "bias_correction": False},
+    "AdaGrad": {"beta": 1.0, "eps": "epsilon"},
+}
+"""Fields of the stage `rms` for each grafting of Distributed Shampoo, by the beginning of its class's name. A text is
+the name of an attribute of the grafting."""
+
+
+def meant_overrides(key: str, value: Any, rule: Recipe | Route, at: str = "") -> dict[str, Any]:
+    """Translate an option of torch's optimizers into overrides of a recipe: a mapping {dotted path: value}.
+
+    `momentum` and `betas` become the decays of first and second moments. Any other option becomes an override of each
+    field of a stage that has the same name as the option.
+
+    rule: the recipe, or one of its routes.
+    at: path of the rule in the recipe, "" for the recipe itself.
+    """
+    roles = _MOMENTS.get(key, ())
+    values = value if isinstance(value, (tuple, list)) and len(value) == len(roles) else [value] * len(roles)
+    given = dict(zip(roles, values, strict=True))
+    found = {path: given[role] for path, role in _decays(rule, at) if role in given}
+    return found | {f"{path}.{key}": value for path, stage in _stages(rule, at) if key in type(stage).model_fields}
+
+
+def _stages(rule: Recipe | Route, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, stage) of every stage, with the path that an override needs."""
+    sums = list[str]()
+    for path, stage in rule.stages(at):
+        written = re.sub(r"\.after_(direction|magnitude)\.", ".after.", path)  # `graft` has two copies of `after`
+        for outer in reversed(sums):  # an inner `sum` first, so that the prefix of the outer one is unchanged
+            written = re.sub(rf"^({re.escape(outer)})\.([^.]+)\.", r"\1.paths.\2.stages.", written)
+        if stage.kind == "sum":
+            sums.append(path)
+        yield written, stage
+
+
+def _decays(rule: Recipe | Route, at: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, role) of the decay of each slot that a stage with a `beta` stores."""
+    for path, stage in _stages(rule, at):
+        for slot in stage.slots((2, 2)).values() if "beta" in type(stage).model_fields else ():
+            yield f"{path}.beta", slot.role
+
+
+def translated(options: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Translate options of other libraries into overrides of a recipe: {option: {dotted path: value}}.
+
+    The mapping of an option is empty if the option has no certain meaning for the recipe.
+    """
+    found = {key: _overrides(key, options, recipe) for key in options}
+    for key, overrides in found.items():
+        try:
+            load_recipe(recipe, overrides)
+        except RecipeError:  # the recipe has another kind of stage there, or the value is outside the field's bounds
+            found[key] = {}
+    return found
+
+
+def momentum_path(recipe: Recipe) -> str | None:
+    """Return the path of the recipe's field with the decay of the first moment; None if no single field is certain."""
+    return next(iter(_overrides("beta1", {"beta1": 0.9}, recipe)), None)
+
+
+def _overrides(key: str, options: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    factored = [(path, stage) for path, stage in _stages(recipe) if "statistic" in type(stage).model_fields]
+    if not factored or ".before." in factored[0][0]:  # in the second case Shampoo's result is the gradient of Adam
+        found = [role for _, role in _decays(recipe)]
+        sums = any(stage.kind == "sum" for _, stage in recipe.stages())  # its moments have decays of their own
+        certain = not sums and all(found.count(role) == 1 for role in _MOMENTS.get(key, ()))
+        return meant_overrides(key, options[key], recipe) if certain or key not in _MOMENTS else {}
+    path, stage = factored[0]
+    if len(factored) == 1 and stage.kind == "eigenbasis" and stage.transport != "none":
+        return _of_soap(key, options, recipe, path)
+    if len(factored) == 1 and getattr(stage.statistic, "kind", None) == "gram":
+        if stage.kind == "shampoo" and any(".graft.after." in own for own, _ in _stages(recipe)):
+            return _of_shampoo_in_jax(key, options[key], recipe, path)
+        if stage.kind in ("eigenbasis", "shampoo"):
+            return _of_shampoo(key, options, recipe, path)
+    # the decay of the statistic may or may not be the one of second moments
+    return {} if key in ("betas", "beta2") else meant_overrides(key, options[key], recipe)
+
+
+def _same(fields: Mapping[str, Sequence[str]], key: str, value: Any) -> dict[str, Any]:
+    """Give all fields of an option its value. fields: {option: dotted paths}, where `betas` is `beta1` and `beta2`."""
+    if key != "betas":
+        return dict.fromkeys(fields.get(key, ()), value)
+    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if not pair or not fields["beta1"] or not fields["beta2"]:
+        return {}
+    return dict.fromkeys(fields["beta1"], value[0]) | dict.fromkeys(fields["beta2"], value[1])
+
+
+def _of_soap(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -> dict[str, Any]:
+    """Translate an option of the authors' SOAP. at: path of the stage `eigenbasis`."""
+    value, whole = options[key], recipe.blocking.size is None
+    first, second = ([path for path, role in _decays(recipe) if role == f"{n}_moment"] for n in ("first", "second"))
+    inside = [path.removesuffix(".beta") for path in (*first, *second) if path.startswith(f"{at}.inner.")]
+    if not any(path.startswith(f"{at}.inner.") for path in second):
+        second = []  # another method in the eigenbasis, such as the sign
+    own = options.get("shampoo_beta", -1.0)
+    statistic = [f"{at}.statistic.beta"]
+    fields = {
+        "beta1": first,
+        "momentum": first,
+        "beta2": [*second, *statistic] if second and _is_number(own) and own < 0 else second,
+        "shampoo_beta": statistic if _is_number(own) and own >= 0 else [],
+        "precondition_frequency": [f"{at}.refresh.steps"],
+        "max_precond_dim": [f"{at}.statistic.axes.max_size"] if whole else [],
+        "precondition_1d": [f"{at}.statistic.axes.vectors"],
+        "correct_bias": [f"{path}.bias_correction" for path in inside],
+    }
+    if key == "merge_dims":
+        merge = {"merge": options.get("max_precond_dim", 10000), "merge_from": "first"}
+        return {"blocking": merge, f"{at}.statistic.axes.vectors": True} if value is True and whole else {}
+    found = _same(fields, key, value)
+    if key == "correct_bias" and value is False:
+        stages = dict(_stages(recipe))
+        found |= {f"{path}.eps_on": "corrected" for path in inside if stages[path].kind == "rms"}
+    return found if key in fields or key == "betas" else meant_overrides(key, value, recipe)
+
+
+def _of_shampoo(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -> dict[str, Any]:
+    """Translate an option of Distributed Shampoo in PyTorch. at: path of the stage with the factor matrices."""
+    value, stages = options[key], dict(_stages(recipe))
+    filters = [path for path, stage in stages.items() if stage.kind == "momentum"]
+    inside = [path for path, stage in stages.items() if path.startswith(f"{at}.inner.") and stage.kind == "rms"]
+    graft = at.partition(".direction.")[0] if ".direction." in at else None
+    starts = [f"{at}.refresh.start", *([f"{graft}.start"] if graft else [])]
+    follows = options.get("start_preconditioning_step", -1) == -1  # then the start is the frequency
+    relative = not inside and stages[at].solver.model_dump().get("relative", False)
+    fields = {
+        "beta1": [f"{path}.beta" for path in filters],
+        "beta2": [f"{path}.beta" for path in (*inside, f"{at}.statistic")],
+        "beta3": [f"{path}.beta3" for path in filters],
+        "epsilon": [] if relative else [f"{path}.eps" for path in inside or [f"{at}.solver"]],
+        "precondition_frequency": [f"{at}.refresh.steps", *(starts if follows else [])],
+        "start_preconditioning_step": [] if follows else starts,
+        "max_preconditioner_dim": ["blocking.size", "blocking.merge"],
+        "use_bias_correction": [f"{path}.bias_correction" for path in (*filters, *inside, f"{at}.statistic")],
+    }
+    if key == "use_decoupled_weight_decay":
+        return {"weight_decay.kind": "decoupled" if value else "l2"}
+    if key == "weight_decay_type":
+        return {"weight_decay.kind": str(getattr(value, "name", value)).lower()}
+    if key in ("momentum", "use_nesterov", "dampening"):
+        if not options.get("momentum"):
+            return {}
+        last = {"kind": "heavy_ball", "beta": options["momentum"]}
+        more = {"nesterov": options.get("use_nesterov"), "dampening": options.get("dampening")}
+        return {"after_decay": [last | {field: one for field, one in more.items() if one}]}
+    if key == "grafting_config":
+        magnitude = _magnitude(value)
+        return {f"{graft}.magnitude": magnitude} if graft and magnitude else {}
+    return _same(fields, key, value)
+
+
+def _magnitude(grafting: Any) -> dict[str, Any] | None:
+    """Return the stage for a grafting of Distributed Shampoo; None if no stage of one field is certain."""
+    name = type(grafting).__name__
+    if name.startswith("SGD"):
+        return {"kind": "identity"}
+    given = next((fields for prefix, fields in _GRAFTS.items() if name.startswith(prefix)), None)
+    if given is None or getattr(grafting, "drop_weighting_factor_on_gsquare", False):
+        return None
+    found: dict[str, Any] = {"kind": "rms"}
+    return found | {
+        field: getattr(grafting, one, None) if isinstance(one, str) else one for field, one in given.items()
+    }
+
+
+def _of_shampoo_in_jax(key: str, value: Any, recipe: Recipe, at: str) -> dict[str, Any]:
+    """Translate an option of Distributed Shampoo in JAX, whose options hold for parameters of all routes.
+
+    at: path of the stage `shampoo`.
+    """
+    rules = recipe.rules().items()
+    decays = [decay for where, rule in rules for decay in _decays(rule, where)]
+    first, second = ([path for path, role in decays if role == f"{n}_moment"] for n in ("first", "second"))
+    fields = {
+        "beta1": first,
+        "momentum": first,
+        "beta2": [f"{at}.statistic.beta", *second],
+        "diagonal_epsilon": [f"{path.removesuffix('.beta')}.eps" for path in second],
+        "preconditioning_compute_steps": [f"{at}.refresh.steps"],
+    }
+    return _same(fields, key, value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
