@@ -147,7 +147,7 @@ def draw_curves(
     axes = figure.add_subplot()
     logarithmic = log is None or "x" in log
     for curve in curves:
-        draw_line(axes, curve, logarithmic)
+        draw_line(axes, curve, logarithmic, few_markers=log is not None)
     if level is not None:
         color = stroke(level.style)["color"]
         axes.axhline(level.value, color=color, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1, label=level.label)
@@ -213,17 +213,21 @@ def _apart(values: Sequence[float], width: float) -> dict[float, str]:
     return found
 
 
-def draw_line(axes: Axes, curve: Curve, logarithmic: bool = False) -> None:
+def draw_line(axes: Axes, curve: Curve, logarithmic: bool = False, *, few_markers: bool = True) -> None:
     """Draw a curve in its style: its line with the band around it, and the runs that diverged.
 
     logarithmic: True if the horizontal axis will be logarithmic, for the places of markers.
+    few_markers: True for about seven markers at equal distances. False for a marker at every point, as for values that
+        were tried.
     """
     own = stroke(curve.style)
     color = own["color"]
     if curve.x:
         axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.22, linewidth=0)
-        marked: dict[str, Any] = {"markersize": 4, "markevery": _marked(curve.x, logarithmic)}
-        if len(curve.x) > _MANY:  # the line may be noisy; a white edge sets markers apart from it
+        marked: dict[str, Any] = {"markersize": 4}
+        if few_markers:
+            marked["markevery"] = _marked(curve.x, logarithmic)
+        if few_markers and len(curve.x) > _MANY:  # the line may be noisy; a white edge sets markers apart from it
             marked |= {"markersize": 6, "markeredgecolor": "white", "markeredgewidth": 0.8}
         axes.plot(curve.x, curve.mean, **own, **marked, linewidth=1.7, label=curve.label)
     height = 0.97 - 0.05 * (curve.style % len(LIGHT))  # crosses of several curves are drawn below each other
@@ -336,8 +340,12 @@ def style_axes(axes: Axes) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure on white paper. The suffix (svg, png, pdf) determines the format."""
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+    """Write the figure on white paper. The suffix (svg, png, pdf) determines the format.
+
+    PDF files embed TrueType fonts (type 42), because many venues refuse matplotlib's default, Type 3.
+    """
+    fonts = {"svg.fonttype": "none", "pdf.fonttype": 42, "ps.fonttype": 42}
+    with matplotlib.rc_context({**fonts, "svg.hashsalt": path.stem}):
         metadata = {"Date": None} if path.suffix == ".svg" else None
         form = path.suffix.removeprefix(".")
         with replacing(path) as temporary:

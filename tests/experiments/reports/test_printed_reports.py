@@ -375,6 +375,13 @@ def test_markers_of_a_long_line_are_few_and_at_equal_distances(log):
     assert 5 <= len(places) <= 9 and max(gaps) < 1.2 * min(gaps)
 
 
+def test_every_tried_value_has_a_marker():
+    tried = [0.0005 * 2**k for k in range(9)]
+    (axes,) = draw_curves([Curve("a", 0, tried, tried, tried, tried)], "learning rate", "y", log=None).axes
+    line = axes.get_lines()[0]
+    assert line.get_marker() not in ("", "None", None) and line.get_markevery() is None
+
+
 @pytest.mark.parametrize("width", [3.25, 4.8])
 def test_tried_values_have_ticks_wherever_their_texts_fit(width):
     for tried, shown in (

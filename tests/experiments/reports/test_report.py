@@ -882,6 +882,8 @@ class TestOptions:
         done = invoke(["report", str(study), *options, "--x", "seconds", "--figures", str(out), "--pdf"])
         assert done.exit_code == 0, done.output
         assert {path.suffix for path in out.iterdir()} == {".svg", ".png", ".pdf"}
+        fonts = [path.read_bytes() for path in out.glob("*.pdf")]
+        assert all(b"/FontFile2" in one and b"/Type3" not in one for one in fonts)
         assert "SOAP" in (study / "runs.csv").read_text()
         refused_call = invoke(["report", str(study), "--pdf"])
         assert refused_call.exit_code == 2 and "--figures" in refused_call.stderr
