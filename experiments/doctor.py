@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -110,6 +111,13 @@ UNSCALED = 1e3
 """Ratio of the largest number of one input column to that of a usual column, or to 1 if this is less, above which
 inputs count as not normalized. Pixels from 1 to 255 and standardized columns are far below.
 """
+UNEVEN = 30
+"""Ratio of the root mean square of one input column to that of a usual column, from which the column is a finding if
+the first loss is large because of it, or the model learned poorly and nothing else was found.
+
+Columns of digits differ by less than 10, and standardized columns by less than 20, even if one row of 32 has a value of
+100. On a table of four classes, a column of ratio 42 lowered the accuracy from 0.92 to 0.54.
+"""
 POOR = 0.9
 """Accuracy at or above which inputs that are not normalized are no finding, because the model learns in spite of them.
 Without an accuracy, the last loss must be at most half of that of a guess.
@@ -118,11 +126,19 @@ LARGE_START = 3
 """Ratio of the first cross-entropy to that of a uniform guess, above which inputs or initial weights count as too
 large.
 """
+LARGE_LAYER = 10
+"""Ratio of the initial norm of a matrix to its usual norm, and to that of each other matrix in the same proportion,
+from which the matrix is named as the cause of a large first loss."""
+BEGAN = 100
+"""Ratio of a layer's first update, relative to its weights, to that of each other layer, from which the layer is named
+as the one in which a fault began."""
 
 QUICK_DATA = 2**26
 """Largest size of data, in bytes, that `diagnose_result` loads again. Loading 64 MiB takes about a second."""
 QUICK_STEP = 1e3
 """Largest time of a step, in milliseconds, of runs whose first batch `diagnose_result` computes again."""
+QUICK_STUDY = 1.0
+"""Seconds after which `diagnose_study` loads no further task."""
 
 FindingKind = Literal[
     FaultCause,
@@ -176,7 +192,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "learning rate": Explanation(
         "the learning rate is too high for this recipe, or rises too fast",
-        lambda run: _lower(run) + _further(run),
+        lambda run: _alone(run) + _lower(run) + _further(run),
         symptom=True,
     ),
     "inputs": Explanation(
@@ -318,6 +334,10 @@ class FirstBatch(NamedTuple):
     guess: validation loss that the task reports for a uniform guess among the classes; infinity without classes.
     fault: a sentence about a loss that does not fit the outputs; "" if none was found.
     single: a sentence about training labels that are all of one class; "" if there are more classes, or no labels.
+    uneven: a sentence about a column that is much larger than the others; "" if there is none.
+    even_loss: loss of the batch if such columns are divided so that they have the usual size.
+    large_layer: name of the matrix whose initial weights alone make the loss large; "" if there is none.
+    large_text: a clause about this matrix.
     """
 
     loss: float
@@ -327,11 +347,20 @@ class FirstBatch(NamedTuple):
     guess: float
     fault: str
     single: str
+    uneven: str
+    even_loss: float
+    large_layer: str
+    large_text: str
 
     @property
     def is_large(self) -> bool:
         """True if the loss is far above that of a uniform guess among the classes."""
         return self.classes > 1 and self.loss > LARGE_START * self.constant
+
+    @property
+    def is_large_by_columns(self) -> bool:
+        """True if the loss is far above that of a uniform guess only because some columns are larger than others."""
+        return self.is_large and bool(self.uneven) and self.even_loss <= LARGE_START * self.constant
 
 
 @dataclass(frozen=True)
@@ -394,10 +423,7 @@ class Record:
         if isinstance(self.initial, Exception):
             return {}
         try:
-            return {
-                name: (min(1.0, float(p.detach().norm()) / math.sqrt((p.shape[0] if p.ndim else 1) / 3)), p.ndim > 1)
-                for name, p in self.initial[1].named_parameters()
-            }
+            return {name: (min(1.0, _size(p)), p.ndim > 1) for name, p in self.initial[1].named_parameters()}
         except Exception:  # parameters without values, as those of lazy layers, have no norm
             return {}
 
@@ -553,6 +579,23 @@ class Record:
         typical = self.of_others("update_ratio_peak", name)
         return name, peaks.get(name, 0.0), math.nan if typical is None else typical
 
+    @cached_property
+    def began(self) -> tuple[str, str]:
+        """The layer in which a fault began, and a clause about it: its first update, relative to its weights, was far
+        larger than that of all other layers. Both are "" if there is no such layer.
+
+        The update must also be large compared with usual initial weights (`share`), because a layer that begins nearly
+        at 0 has a large first ratio in healthy runs too.
+        """
+        firsts = self.run.layers.get("update_ratio_first", {})
+        name = max(firsts, key=firsts.__getitem__, default="")
+        others = max((ratio for layer, ratio in firsts.items() if layer != name), default=math.inf)
+        first = firsts.get(name, 0.0)
+        if first < BEGAN * others or first * self.share(name) < max(LARGE_STEP, EXPLODED * others):
+            return "", ""
+        text = f"; the first update of {name} had {first:.3g} times the norm of its weights, and those of the other"
+        return name, f"{text} layers at most {others:.3g} times"
+
     @property
     def fastest(self) -> str:
         """The layer with by far the largest ratio of an update to its weights; "" if no layer stands out."""
@@ -578,15 +621,47 @@ def diagnose_all(directory: str | Path, with_task: bool = True) -> list[Diagnosi
     return [diagnose(run.directory, with_task) for run in read_records(Path(directory)).runs if run.config]
 
 
+def diagnose_study(directory: str | Path) -> list[Diagnosis]:
+    """Find the faults of all runs of a study in about a second, as `diagnose_all` does without the task.
+
+    The task is loaded too if this is quick, by the rule of `diagnose_result`, until QUICK_STUDY seconds have passed.
+    The first run of each cell comes first. Diagnoses of runs whose task was not loaded have a note that says so.
+    """
+    runs, found, cells = read_records(Path(directory)).runs, dict[Path, Diagnosis](), dict[Any, int]()
+    order, end = [(_nth(cells, tuple(run.labels.values())), run) for run in runs if run.config], None
+    for _, run in sorted(order, key=lambda one: one[0]):
+        now = perf_counter()
+        end = now + QUICK_STUDY if end is None else end
+        config, milliseconds = run.config, run.result.get("step_ms", math.inf)
+        undivided = config.get("device") == "cpu" and config.get("accumulate") is None
+        found[run.directory] = diagnose(run.directory, now < end and _is_quick(run.directory, undivided, milliseconds))
+    return [found[run.directory] for run in runs if run.config]
+
+
+def _nth(counts: dict[Any, int], key: Any) -> int:
+    """Count a key. Return how often it was counted before."""
+    counts[key] = counts.get(key, -1) + 1
+    return counts[key]
+
+
+def _is_quick(directory: Path, undivided: bool, step_ms: float) -> bool:
+    """Return True if the task of a run may be loaded again, by the rule of `diagnose_result`.
+
+    undivided: True if the run was on the CPU, without micro-batches.
+    step_ms: milliseconds of a step.
+    """
+    size = read_object(directory / "env.json").get("data", {}).get("size", math.inf)
+    return bool(undivided and size <= QUICK_DATA and step_ms <= QUICK_STEP)
+
+
 def diagnose_result(directory: str | Path, experiment: Experiment, result: Result) -> Diagnosis:
     """Find the faults of a run that has ended, as `diagnose` does. The task is loaded only if this is quick.
 
     It is quick if the data have at most QUICK_DATA bytes, the run was on the CPU, its steps took at most QUICK_STEP
     milliseconds, and its batches were not split into micro-batches.
     """
-    size = read_object(Path(directory) / "env.json").get("data", {}).get("size", math.inf)
     undivided = experiment.device == "cpu" and experiment.accumulate is None
-    return diagnose(directory, undivided and size <= QUICK_DATA and result.step_ms <= QUICK_STEP)
+    return diagnose(directory, _is_quick(Path(directory), undivided, result.step_ms))
 
 
 def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
@@ -623,12 +698,17 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
             first = [one for one in first if one.kind != "stalled"]
         found = [*start, *dead, *first]
     elif found[0].kind == "initialization":  # huge inputs make outputs overflow too
-        found = [*(one for one in _first_batch(record, notes, sick=True) if one.kind == "inputs"), *found]
+        inputs = [one for one in _first_batch(record, notes, sick=True) if one.kind == "inputs"]
+        cause, batch = found[0], record.start
+        if not cause.layer and isinstance(batch, FirstBatch) and batch.large_layer:
+            cause = replace(cause, layer=batch.large_layer, text=cause.text + batch.large_text)
+        found = [*inputs, cause, *found[1:]]
     found = [one for one in found if not _has_other_cause(record, one, {other.kind for other in found})]
     if not found:
         found += _generalization(record)
     if not any(one.kind == "failed root" for one in found):
         found += _failed_roots(record)
+    found = [_with_origin(record, one) for one in found]
     explained = [_explained(record, one) for one in found]
     if found and found[0].kind == "exploding layer" and _route(record, found[0].layer):
         after = f"first do what is advised for {found[0].layer} above; only if the loss does not fall after that, "
@@ -651,6 +731,16 @@ def _has_other_cause(record: Record, found: Finding, kinds: set[FindingKind]) ->
     if found.kind == "stalled":
         return meaningless or bool(kinds & {"learning rate", "loss not finite"})
     return found.kind == "learning rate" and meaningless and (record.largest_step or 0.0) < LARGE_STEP
+
+
+def _with_origin(record: Record, found: Finding) -> Finding:
+    """Return a finding about large updates or weights with the layer in which they began (`Record.began`), if there is
+    one. Other findings are returned as they are.
+    """
+    if found.kind not in ("learning rate", "exploding layer") or not record.began[0]:
+        return found
+    name, text = record.began
+    return replace(found, layer=name, text=found.text if found.layer == name else found.text + text)
 
 
 def _explained(record: Record, found: Finding) -> Finding:
@@ -682,6 +772,16 @@ def _lower(record: Record) -> str:
     if first < REMARKABLE * target:
         return f"divide lr by {REMARKABLE} until the loss falls{_of_recipe(record)}"
     return f"divide lr by {_rounded(first / target)}{_advised(record, target / first)}{_of_recipe(record)}"
+
+
+def _alone(record: Record) -> str:
+    """Return advice about the layer in which a fault began (`Record.began`), before all else. Return "" if there is no
+    such layer, or if a route multiplies its learning rate, which has advice of its own.
+    """
+    name = record.began[0]
+    if name and _route(record, name):
+        return ""
+    return f"first check the gain, the initial weights and the learning rate of {name} alone; then " if name else ""
 
 
 def _slow(record: Record) -> str:
@@ -1108,9 +1208,11 @@ def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Findi
         yield Finding("one class", 1, "", start.single)
     if start.unscaled and (sick or start.is_large or _learned_poorly(record, start)):
         yield Finding("inputs", 1, "", start.unscaled)
+    elif start.is_large_by_columns or (start.uneven and _only_learned_poorly(record, start, sick)):
+        yield Finding("inputs", 1, "", start.uneven)
     elif start.is_large:
         text = f"the loss before the first step is {start.loss:.3g}, and that of a uniform guess among {start.classes}"
-        yield Finding("initialization", 1, "", f"{text} is {start.constant:.3g}")
+        yield Finding("initialization", 1, start.large_layer, f"{text} is {start.constant:.3g}{start.large_text}")
 
 
 def _start(experiment: Experiment, model: nn.Module) -> FirstBatch:
@@ -1124,13 +1226,53 @@ def _start(experiment: Experiment, model: nn.Module) -> FirstBatch:
         inputs, targets = data.batch(experiment.seed, 0)
         outputs = model(inputs)
         loss = task.loss(outputs, targets).item()
+        uneven, even = _uneven(inputs, data.columns)
+        even_loss = task.loss(model(even), targets).item() if uneven else loss
     # The default loss is the cross-entropy, which refuses targets that are no classes.
     classes = outputs.shape[-1] if type(task).loss is Task.loss else 0
     constant = math.log(classes) if classes > 1 else _of_mean(task, outputs, targets)
     guess = task.reported(math.log(classes)) if classes > 1 else math.inf
     fault = loss_fault(task, outputs, targets)
     single = _single_class(data, targets) if classes or task.reports_accuracy else ""
-    return FirstBatch(loss, _unscaled(inputs, data.columns), classes, constant, guess, fault, single)
+    layer, text = "", ""
+    if classes > 1 and not loss <= LARGE_START * constant:
+        with isolated_run(experiment), torch.no_grad():
+            layer, text = _large_layer(model, lambda outputs: task.loss(outputs, targets).item(), inputs, constant)
+    unscaled = _unscaled(inputs, data.columns)
+    return FirstBatch(loss, unscaled, classes, constant, guess, fault, single, uneven, even_loss, layer, text)
+
+
+def _size(parameter: Tensor) -> float:
+    """Return the norm of a parameter divided by a usual norm. The usual norm is that of `Record.shares`."""
+    norm = float(parameter.detach().double().norm())  # squares of large weights overflow float32
+    return norm / math.sqrt((parameter.shape[0] if parameter.ndim else 1) / 3)
+
+
+def _large_layer(model: nn.Module, loss: Callable[[Any], float], inputs: Any, constant: float) -> tuple[str, str]:
+    """Return the matrix whose initial weights alone make the first loss large, and a clause about it; "" twice if there
+    is no such matrix.
+
+    Its norm is at least LARGE_LAYER times the usual norm, and times that of each other matrix in proportion. With
+    weights of the usual norm, the loss is no longer large.
+
+    loss: function that returns the loss of outputs.
+    constant: loss of a uniform guess.
+    """
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1}
+    sizes = {name: _size(p) for name, p in matrices.items()}
+    name = max(sizes, key=sizes.__getitem__, default="")
+    usual = max(1.0, *(size for layer, size in sizes.items() if layer != name), 0.0)
+    if not name or not LARGE_LAYER * usual <= sizes[name] < math.inf:
+        return "", ""
+    scaled = matrices[name] * (usual / sizes[name])
+    try:
+        smaller = loss(torch.func.functional_call(model, {name: scaled}, (inputs,)))
+    except Exception:  # some models, such as compiled ones, take no other weights
+        return "", ""
+    if not smaller <= LARGE_START * constant:
+        return "", ""
+    text = f"; the weights of {name} begin {sizes[name]:.3g} times as large as usual, those of other matrices at most"
+    return name, f"{text} {usual:.3g} times"
 
 
 def _single_class(data: Dataset, targets: Tensor) -> str:
@@ -1183,12 +1325,41 @@ def _unscaled(inputs: Tensor, names: Sequence[str]) -> str:
     )
 
 
+def _uneven(inputs: Tensor, names: Sequence[str]) -> tuple[str, Tensor]:
+    """Return a sentence about columns that are much larger than usual columns, and the inputs with these columns
+    divided so that they have the usual size. The sentence is "" if there are none.
+
+    The size of a column is its root mean square. The usual size is the median of these sizes over all columns, each
+    without its entries that are 0, so that columns with few ones are as large as columns of ones. A column is much
+    larger if its size is UNEVEN times the usual size. Inputs of other shapes than [B, columns] have no columns.
+
+    names: names of the columns; (): columns are numbered.
+    """
+    if inputs.ndim != 2 or not inputs.is_floating_point() or not inputs.numel():
+        return "", inputs
+    squares, filled = inputs.double().square().sum(0), (inputs != 0).sum(0)
+    sizes = (squares / len(inputs)).sqrt()
+    others = (squares / filled).sqrt()[filled > 0]
+    usual, index = float(others.median()) if len(others) else math.nan, int(sizes.argmax())
+    if not sizes[index] >= UNEVEN * usual:
+        return "", inputs
+    name = f" ({names[index]})" if index < len(names) else ""
+    text = f"inputs are not normalized: column {index}{name} has a root mean square of {float(sizes[index]):.3g} in the"
+    ratios = (sizes / usual).where(sizes >= UNEVEN * usual, 1.0)
+    return f"{text} first batch, and a usual column {usual:.3g}", (inputs / ratios).to(inputs.dtype)
+
+
 def _learned_poorly(record: Record, start: FirstBatch) -> bool:
     """Return True if the last accuracy is below POOR. Without an accuracy, return True if the loss has not halved."""
     accuracies, first, last = record.numbers("val_accuracy"), record.first_loss, record.last_loss
     if accuracies:
         return bool(accuracies[-1] < POOR)
     return first is not None and last is not None and last > min(first, start.constant) / 2
+
+
+def _only_learned_poorly(record: Record, start: FirstBatch, sick: bool) -> bool:
+    """Return True if the model learned poorly, and neither another fault nor a large first loss is known."""
+    return not sick and not start.is_large and _learned_poorly(record, start)
 
 
 def _generalization(record: Record) -> Iterator[Finding]:

@@ -87,10 +87,15 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
         return
     run_to_end(loaded, directory, workers, storage)
     typer.echo(f"{directory}: all runs complete. For the report: eigengraft report {directory}")
-    from ..doctor import diagnose_all
+    from ..doctor import diagnose_study
 
-    if sick := sum(map(bool, diagnose_all(directory, with_task=False))):
-        typer.echo(f"something went wrong in {counted(sick, 'run')}; `eigengraft doctor {directory}` lists them")
+    diagnoses = diagnose_study(directory)
+    if sick := [one for one in diagnoses if one]:
+        kinds = ", ".join(dict.fromkeys(finding.kind for one in sick for finding in one.findings))
+        unchecked = any(one.notes for one in diagnoses)
+        runs = f"{'at least ' if unchecked else ''}{len(sick)} of {counted(len(diagnoses), 'run')}"
+        checks = ", and checks the data of all" if unchecked else ""
+        typer.echo(f"something went wrong in {runs}: {kinds}; `eigengraft doctor {directory}` lists them{checks}")
 
 
 def report_command(  # noqa: PLR0913  its arguments are the command's options
@@ -298,7 +303,7 @@ def _submit(study: Study, directory: Path, cluster: str, jobs: int, workers: int
 
 def run_to_end(study: Study, directory: Path, workers: int | None, storage: str | None = None) -> None:
     """Do the remaining runs of a study and its searches. If runs failed, print them and exit with code 1."""
-    from ..reports.records import error_line, read_records, read_tuned
+    from ..reports.records import error_line, group_by, read_records, read_tuned
     from ..studies.running import available_cores, complete_study
 
     console = Console(stderr=True)
@@ -316,10 +321,10 @@ def run_to_end(study: Study, directory: Path, workers: int | None, storage: str 
     if not failed and (untuned := read_records(directory).untuned):
         console.print(f"{escape(untuned)}.", highlight=False, soft_wrap=True)
     if failed:
-        for run, reason in failed.items():
-            console.print(
-                f"[red]failed[/red] {escape(run)}: {escape(error_line(reason))}", highlight=False, soft_wrap=True
-            )
+        for reason, same in group_by(failed, lambda run: error_line(failed[run])).items():
+            others = f" and {counted(len(same) - 1, 'other run')}" if len(same) > 1 else ""
+            text = f"[red]failed[/red] {escape(same[0])}{others}: {escape(reason)}"
+            console.print(text, highlight=False, soft_wrap=True)
         where = escape(str(directory))
         console.print(f"{len(failed)} of {runs} runs failed; details in {where}/*/*.error.txt")
         raise typer.Exit(1)

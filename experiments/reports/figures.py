@@ -344,8 +344,8 @@ def save_figure(figure: Figure, path: Path) -> None:
 
     PDF files embed TrueType fonts (type 42), because many venues refuse matplotlib's default, Type 3.
     """
-    fonts = {"svg.fonttype": "none", "pdf.fonttype": 42, "ps.fonttype": 42}
-    with matplotlib.rc_context({**fonts, "svg.hashsalt": path.stem}):
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": path.stem, "pdf.fonttype": 42, "ps.fonttype": 42}
+    with matplotlib.rc_context(settings):
         metadata = {"Date": None} if path.suffix == ".svg" else None
         form = path.suffix.removeprefix(".")
         with replacing(path) as temporary:

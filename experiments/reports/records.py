@@ -258,11 +258,13 @@ def fault_file(run: Path) -> Path:
 
 
 def error_line(text: str) -> str:
-    """Return the error at the end of a traceback, with its notes, in one line. Of other text, return the last line."""
+    """Return the error at the end of a traceback, with its notes, in one line, without the module of the error's class.
+    Of other text, return the last line.
+    """
     _, frame, end = text.strip().rpartition('\n  File "')
     lines = end.splitlines()
     own = [line for line in lines[1:] if not line.startswith("    ")] if frame else []
-    return "; ".join(own) or lines[-1]
+    return re.sub(r"^(?:\w+\.)+(?=\w+(?::|;|$))", "", "; ".join(own)) or lines[-1]
 
 
 def _number(value: object, metric: Metric) -> float:

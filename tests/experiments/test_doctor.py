@@ -14,10 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import RecipeError, Stage, State, StepContext, load_recipe
-from eigengraft.experiments import Experiment, RunLog, Tick, load_experiment, train
-from eigengraft.experiments.doctor import EXPLANATIONS, Diagnosis, diagnose, diagnose_all, diagnose_result
+from eigengraft.experiments import Experiment, RunLog, Tick, doctor, load_experiment, train
+from eigengraft.experiments.doctor import (
+    EXPLANATIONS,
+    Diagnosis,
+    Record,
+    _large_layer,
+    _uneven,
+    diagnose,
+    diagnose_all,
+    diagnose_result,
+    diagnose_study,
+)
 from eigengraft.experiments.files import read_object
 from eigengraft.experiments.reports.records import error_line
+from eigengraft.experiments.studies import running
 from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task, TaskError
 from eigengraft.experiments.tasks.base import generator
 from eigengraft.experiments.training.callbacks import Callback, RunView
@@ -47,6 +58,9 @@ Sickness = Literal[
     "huge",
     "overflowing inputs",
     "softmax",
+    "column",
+    "one layer",
+    "gain",
 ]
 REGRESSION = Path(__file__).resolve().parents[2] / "experiments" / "examples" / "regression.py"
 CLASSES = 4
@@ -59,6 +73,17 @@ class Huge(nn.Module):
         last = torch.full((1, 1), 3.4e38)  # below the largest float32, above the largest bfloat16
         huge = nn.functional.linear(torch.ones(len(x), 1), last)
         return x * (huge.float() / 3.4e38)
+
+
+class Gain(nn.Module):
+    """x (1 + 1000 w), with a small weight w, so that any usual learning rate is too high for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((16, 16), 1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x @ (1e3 * self.w)
 
 
 class Patient(Task):
@@ -79,6 +104,8 @@ class Patient(Task):
             y += 1
         if self.sickness == "scale":
             x[:, 3] *= 1e5
+        if self.sickness == "column":
+            x[:, 3] = 100 * x[:, 3] + 100
         if self.sickness == "huge":
             x *= 1e5
         if self.sickness == "overflowing inputs":
@@ -91,7 +118,7 @@ class Patient(Task):
 
     def build(self) -> nn.Module:
         layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, CLASSES)]
-        last = {"overflow": [Huge()], "softmax": [nn.Softmax(-1)]}
+        last = {"overflow": [Huge()], "softmax": [nn.Softmax(-1)], "gain": [nn.Linear(CLASSES, 16), Gain()]}
         model = nn.Sequential(*layers, *last.get(self.sickness, []))
         with torch.no_grad():
             if self.sickness == "init":
@@ -100,6 +127,8 @@ class Patient(Task):
             if self.sickness == "small":
                 for parameter in model.parameters():
                     parameter.mul_(0.01)
+            if self.sickness == "one layer":
+                model[2].weight.mul_(200)
             if self.sickness == "last":
                 model[4].weight.mul_(1e37)
             if self.sickness == "head":
@@ -161,8 +190,12 @@ ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REF
         (patient("scale"), "inputs", [1], "", ("column 3 (feature3)", "e+05", "quarter of the columns")),
         (patient("huge"), "inputs", [1], "", ("(feature", "e+05", "numbers near 1")),
         (patient("overflowing inputs"), "inputs", [1], "", ("(feature", "e+38", "numbers near 1")),
+        (patient("column", steps=20, lr=1e-3), "inputs", [1], "", ("column 3 (feature3)",)),
         (patient("softmax"), "loss", [1], "", ("probabilities", "second softmax")),
         (patient("init"), "initialization", [1], "", ("uniform guess among 4",)),
+        (patient("one layer"), "initialization", [1], "2.weight", ()),
+        (patient("last"), "initialization", [1], "4.weight", ()),
+        (patient("gain", recipe="sgd", lr=0.05), "learning rate", range(2, 20), "6.w", ()),
         (patient("nan init"), "initialization", [1], "2.weight", ("2.weight",)),
         (patient("overflow", precision="bfloat16"), "precision", [1], "", ("float32",)),
         (patient(lr=1e-12), "stalled", [None], "", ("does not fall", "too low")),
@@ -765,6 +798,53 @@ def test_the_command_imports_a_task_that_the_run_does_not_name(tmp_path: Path) -
     assert "not checked" not in invoke(["doctor", str(tmp_path / "run"), "--import", str(source)]).output
 
 
+def test_a_column_is_no_cause_of_large_initial_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column 30 times as large as the others does not explain weights that are too large by 1e10."""
+    load = Patient.load
+
+    def with_column(self: Patient) -> Dataset:
+        data = load(self)
+        assert isinstance(data, Examples)
+        for inputs in (data.train.inputs, data.validation.inputs):
+            inputs[:, 3] *= 50
+        return data
+
+    monkeypatch.setattr(Patient, "load", with_column)
+    assert [one.kind for one in treated(patient("init"), tmp_path / "init").findings][:1] == ["initialization"]
+    assert [one.kind for one in treated(patient(lr=1e-9), tmp_path / "low").findings] == ["stalled"]
+
+
+@pytest.mark.parametrize("sickness", ["none", "head", "small"])
+def test_no_layer_is_named_where_the_rate_is_too_high_for_all(sickness: Sickness, tmp_path: Path) -> None:
+    """The ratio of the first update of small weights is large without a fault of their layer."""
+    train(patient(sickness, lr=1.0), tmp_path)
+    assert Record.read(tmp_path).began == ("", "")
+
+
+@pytest.mark.parametrize("kind", ["byte_lm", "differential_equation", "digits", "modular_addition"])
+def test_shipped_tasks_have_no_large_columns_and_layers(kind: str) -> None:
+    task = load_experiment({"task": {"kind": kind}, "recipe": "adamw", "steps": 1}).task
+    inputs, targets = task.load().batch(0, 0)
+    assert _uneven(inputs, ())[0] == "" and _uneven(inputs.flatten(1), ())[0] == ""
+    model = task.new_model(0)
+    if not inputs.is_floating_point() or kind == "digits":  # the loss of the others is no cross-entropy
+        layer, _ = _large_layer(model, lambda outputs: task.loss(outputs, targets).item(), inputs, 1e9)
+        assert layer == ""
+
+
+def test_a_study_is_diagnosed_with_the_data_until_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a/seed-0", "a/seed-1", "b/seed-0"):
+        train(patient("softmax"), tmp_path / name)
+    assert [bool(one) for one in diagnose_study(tmp_path)] == [True] * 3
+    ticks = iter(range(99))
+    monkeypatch.setattr(doctor, "perf_counter", lambda: next(ticks) * 0.6)  # two runs in a second
+    found = diagnose_study(tmp_path)
+    assert [one.directory for one in found] == [tmp_path / name for name in ("a/seed-0", "a/seed-1", "b/seed-0")]
+    assert [bool(one) for one in found] == [True, False, True] and found[1].notes
+
+
 def test_a_directory_without_a_run_is_refused_with_the_runs_inside(tmp_path: Path) -> None:
     train(patient(steps=1), tmp_path / "study" / "seed-0")
     with refused(RecipeError, tmp_path / "study", tmp_path / "study" / "seed-0"):
@@ -798,6 +878,31 @@ def test_train_ends_with_the_findings_that_need_no_task(tmp_path: Path, monkeypa
     said = invoke(["train", str(tmp_path / "sick")])
     assert lacking(said.output, "stalled", f"eigengraft doctor {tmp_path / 'sick'}") == []
     assert "doctor" not in invoke(["train", str(tmp_path / "healthy")]).output
+
+
+def test_ablate_ends_with_the_number_of_runs_and_the_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    train(patient(), out / "a" / "seed-0")
+    train(patient("scale", recipe="soap_fitted", lr=0.003), out / "b" / "seed-0")
+    train(patient(lr=1e-12), out / "b" / "seed-1")
+    monkeypatch.setattr(running, "complete_study", lambda *_: {})
+    (tmp_path / "study.yaml").write_text("base: {task: digits, steps: 5}\naxes: {recipe: [adamw, muon]}\n")
+    said = invoke(["ablate", str(tmp_path / "study.yaml"), "--out", str(out)])
+    assert said.exit_code == 0, said.output
+    assert lacking(said.output, "2 of 3 runs: inputs, stalled;", f"eigengraft doctor {out}") == []
+
+
+def test_ablate_says_one_reason_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traceback_of = 'Traceback (most recent call last):\n  File "a.py", line 3, in load\n    work()\n{}\n'.format
+    reasons = {f"a/seed-{seed}": traceback_of("some.module.LabelError: 5 is no class") for seed in (0, 1, 2)}
+    reasons["b/seed-0"] = traceback_of("OSError: data.csv: gone")
+    monkeypatch.setattr(running, "complete_study", lambda *_: reasons)
+    (tmp_path / "study.yaml").write_text("base: {task: digits, steps: 5}\naxes: {recipe: [adamw, muon]}\n")
+    said = invoke(["ablate", str(tmp_path / "study.yaml"), "--out", str(tmp_path / "out")])
+    assert said.exit_code == 1
+    failed = [line for line in said.stderr.splitlines() if line.startswith("failed")]
+    assert len(failed) == 2 and failed[1] == "failed b/seed-0: OSError: data.csv: gone"
+    assert lacking(failed[0], "a/seed-0", "2 other", ": LabelError: 5 is no class") == [] and "module" not in failed[0]
 
 
 def test_an_unusual_first_batch_is_no_rise_of_the_loss(tmp_path: Path) -> None:
