@@ -303,7 +303,7 @@ def _submit(study: Study, directory: Path, cluster: str, jobs: int, workers: int
 
 def run_to_end(study: Study, directory: Path, workers: int | None, storage: str | None = None) -> None:
     """Do the remaining runs of a study and its searches. If runs failed, print them and exit with code 1."""
-    from ..reports.records import error_line, group_by, read_records, read_tuned
+    from ..reports.records import failure_lines, read_records, read_tuned
     from ..studies.running import available_cores, complete_study
 
     console = Console(stderr=True)
@@ -321,10 +321,8 @@ def run_to_end(study: Study, directory: Path, workers: int | None, storage: str 
     if not failed and (untuned := read_records(directory).untuned):
         console.print(f"{escape(untuned)}.", highlight=False, soft_wrap=True)
     if failed:
-        for reason, same in group_by(failed, lambda run: error_line(failed[run])).items():
-            others = f" and {counted(len(same) - 1, 'other run')}" if len(same) > 1 else ""
-            text = f"[red]failed[/red] {escape(same[0])}{others}: {escape(reason)}"
-            console.print(text, highlight=False, soft_wrap=True)
+        for line in failure_lines(failed):
+            console.print(f"[red]failed[/red] {escape(line)}", highlight=False, soft_wrap=True)
         where = escape(str(directory))
         console.print(f"{len(failed)} of {runs} runs failed; details in {where}/*/*.error.txt")
         raise typer.Exit(1)

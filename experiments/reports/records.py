@@ -267,6 +267,18 @@ def error_line(text: str) -> str:
     return re.sub(r"^(?:\w+\.)+(?=\w+(?::|;|$))", "", "; ".join(own)) or lines[-1]
 
 
+def failure_lines(failed: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason for which runs failed, with the name of the first run and the number of others.
+
+    failed: the reason of each failed run, a text as for `error_line`, by the directory of the run.
+    """
+    lines = []
+    for reason, runs in group_by(failed, lambda run: error_line(failed[run])).items():
+        others = f" and {counted(len(runs) - 1, 'other run')}" if len(runs) > 1 else ""
+        lines.append(f"{runs[0]}{others}: {reason}")
+    return lines
+
+
 def _number(value: object, metric: Metric) -> float:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else metric.worst
 

@@ -21,7 +21,7 @@ from eigengraft.optimizers.recipe.loading import YAML_SUFFIXES, parse_yaml, read
 from eigengraft.optimizers.recipe.overrides import assign_paths, override_pairs
 
 from ..files import LABEL, short_name
-from ..reports.records import METRICS, Metric, error_line, is_rate, metric_of
+from ..reports.records import METRICS, Metric, failure_lines, is_rate, metric_of
 from ..reports.seed_statistics import Target
 from ..tasks.base import MetricName
 from ..training.experiment import (
@@ -359,8 +359,8 @@ class Study(Component):
             (lambda prepared: shown.study_progress(prepared, self, None, count)) if progress else None,
         )
         if failed:
-            lines = [f"{run}: {error_line(reason)}" for run, reason in failed.items()]
-            raise RuntimeError("\n".join([f"{place}: {counted(len(failed), 'run')} failed", *first_lines(lines)]))
+            lines = first_lines(failure_lines(failed))
+            raise RuntimeError("\n".join([f"{place}: {counted(len(failed), 'run')} failed", *lines]))
         return Report(place)
 
     @property
