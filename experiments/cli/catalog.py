@@ -337,6 +337,8 @@ def print_chain(recipe: Recipe) -> None:
     """
     if recipe.about:
         title = f"{recipe.name}: {recipe.about}" if recipe.name else recipe.about
+        encoding = sys.stdout.encoding or "utf-8"  # click writes UTF-8 to a stream that is ASCII
+        title = title.encode(encoding, "replace").decode(encoding)
         typer.echo(textwrap.fill(title, 100, initial_indent="# ", subsequent_indent="# "))
     shown = set[type]()
     for at, rule in recipe.rules().items():
