@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -627,21 +627,15 @@ def diagnose_study(directory: str | Path) -> list[Diagnosis]:
     The task is loaded too if this is quick, by the rule of `diagnose_result`, until QUICK_STUDY seconds have passed.
     The first run of each cell comes first. Diagnoses of runs whose task was not loaded have a note that says so.
     """
-    runs, found, cells = read_records(Path(directory)).runs, dict[Path, Diagnosis](), dict[Any, int]()
-    order, end = [(_nth(cells, tuple(run.labels.values())), run) for run in runs if run.config], None
-    for _, run in sorted(order, key=lambda one: one[0]):
-        now = perf_counter()
-        end = now + QUICK_STUDY if end is None else end
-        config, milliseconds = run.config, run.result.get("step_ms", math.inf)
-        undivided = config.get("device") == "cpu" and config.get("accumulate") is None
-        found[run.directory] = diagnose(run.directory, now < end and _is_quick(run.directory, undivided, milliseconds))
-    return [found[run.directory] for run in runs if run.config]
-
-
-def _nth(counts: dict[Any, int], key: Any) -> int:
-    """Count a key. Return how often it was counted before."""
-    counts[key] = counts.get(key, -1) + 1
-    return counts[key]
+    runs = [run for run in read_records(Path(directory)).runs if run.config]
+    cells = group_by(runs, lambda run: tuple(run.labels.values())).values()
+    found, start, elapsed = dict[Path, Diagnosis](), perf_counter(), 0.0
+    for run in filter(None, chain.from_iterable(zip_longest(*cells))):
+        undivided = run.config.get("device") == "cpu" and run.config.get("accumulate") is None
+        quick = _is_quick(run.directory, undivided, run.result.get("step_ms", math.inf))
+        found[run.directory] = diagnose(run.directory, quick and elapsed < QUICK_STUDY)
+        elapsed = perf_counter() - start
+    return [found[run.directory] for run in runs]
 
 
 def _is_quick(directory: Path, undivided: bool, step_ms: float) -> bool:
@@ -779,9 +773,9 @@ def _alone(record: Record) -> str:
     such layer, or if a route multiplies its learning rate, which has advice of its own.
     """
     name = record.began[0]
-    if name and _route(record, name):
+    if not name or _route(record, name):
         return ""
-    return f"first check the gain, the initial weights and the learning rate of {name} alone; then " if name else ""
+    return f"first check the gain, the initial weights and the learning rate of {name} alone; then "
 
 
 def _slow(record: Record) -> str:
@@ -1261,7 +1255,7 @@ def _large_layer(model: nn.Module, loss: Callable[[Any], float], inputs: Any, co
     matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1}
     sizes = {name: _size(p) for name, p in matrices.items()}
     name = max(sizes, key=sizes.__getitem__, default="")
-    usual = max(1.0, *(size for layer, size in sizes.items() if layer != name), 0.0)
+    usual = max([1.0, *(size for layer, size in sizes.items() if layer != name)])
     if not name or not LARGE_LAYER * usual <= sizes[name] < math.inf:
         return "", ""
     scaled = matrices[name] * (usual / sizes[name])

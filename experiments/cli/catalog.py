@@ -127,8 +127,9 @@ def list_command(
     chosen = {what: lists[what]} if what in lists else lists
     compared = what == RECIPES and len(sought) > 1 and set(sought) <= set(recipes)
     if compared:
+        rows_by_name = {row[0]: row for row in lists[RECIPES]}
         order = sought if sort is None else [name for name in recipes if name in sought]
-        chosen, sought = {RECIPES: [_recipe_row(name, sort) for name in order]}, []
+        chosen, sought = {RECIPES: [rows_by_name[name] for name in order]}, []
     found = {
         name: [row for row in rows if all(_begins_a_word(part, _searched_text(name, row)) for part in sought)]
         for name, rows in chosen.items()

@@ -227,8 +227,8 @@ def draw_line(axes: Axes, curve: Curve, logarithmic: bool = False, *, few_marker
         marked: dict[str, Any] = {"markersize": 4}
         if few_markers:
             marked["markevery"] = _marked(curve.x, logarithmic)
-        if few_markers and len(curve.x) > _MANY:  # the line may be noisy; a white edge sets markers apart from it
-            marked |= {"markersize": 6, "markeredgecolor": "white", "markeredgewidth": 0.8}
+            if len(curve.x) > _MANY:  # the line may be noisy; a white edge sets markers apart from it
+                marked |= {"markersize": 6, "markeredgecolor": "white", "markeredgewidth": 0.8}
         axes.plot(curve.x, curve.mean, **own, **marked, linewidth=1.7, label=curve.label)
     height = 0.97 - 0.05 * (curve.style % len(LIGHT))  # crosses of several curves are drawn below each other
     for index, run in enumerate(curve.lost):

@@ -570,7 +570,7 @@ def _recipe_names(records: Records) -> dict[str, str]:
 
 
 def _quoted(labels: Iterable[str]) -> str:
-    """Return labels as a list in which they can be told apart, although labels may contain commas."""
+    """Return labels as text, each in quotes, because labels may contain the commas that separate them."""
     return ", ".join(f"'{label}'" for label in labels)
 
 

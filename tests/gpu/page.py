@@ -148,7 +148,7 @@ def _torch(row: Row) -> str:
     wrong = f" Failed: {', '.join(row['failed'])}." if row["failed"] else ""
     left = "".join(f"\n- {name}: {reason}" for name, reason in row["left"].items())
     return (
-        f"{row['compared']} sets of options were compared, of which {len(row['failed'])} failed.{wrong} "
+        f"{row['compared']} sets of options were compared, and {len(row['failed'])} of them failed.{wrong} "
         f"The following sets were not compared, because no recipe does the same:\n{left}"
     )
 
