@@ -258,12 +258,13 @@ def _stamp(grad: Tensor | None) -> tuple[int, ...]:
 
 
 def _sample(grad: Tensor) -> Tensor:
-    """Return the diagonal of this rank's shard of a gradient, `[n]`."""
-    return local(grad.detach()).diagonal().flatten()
+    """Return the diagonal of this rank's shard of a gradient, `[n]`; of a vector, all entries."""
+    own = local(grad.detach())
+    return (own.diagonal() if own.ndim > 1 else own).flatten()
 
 
 def _samples(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return a copy of the diagonal of each parameter's gradient; an empty tensor if there is no gradient."""
+    """Return a copy of the sample of each parameter's gradient; an empty tensor if there is no gradient."""
     own = [
         _sample(p.grad) if p.grad is not None else torch.empty(0, dtype=p.dtype, device=p.device) for p in parameters
     ]

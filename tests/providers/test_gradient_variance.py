@@ -64,6 +64,18 @@ def test_the_signal_is_the_variance_over_the_backwards_of_a_step(count: int) -> 
         optimizer.zero_grad(set_to_none=step % 2 == 0)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (5,)])
+def test_vectors_and_numbers_have_a_variance(shape: tuple[int, ...]) -> None:
+    """`noise_metric` updates them as matrices of one column. 1e-12: as in `require`."""
+    weight = nn.Parameter(normal(*shape, seed=9))
+    optimizer = Optimizer([("p0", weight)], METRIC, lr=LR)
+    assert watch_gradient_variance(optimizer) is not None
+    some = [normal(*shape, seed=k) / 2 for k in range(2)]
+    backward(weight, some)
+    rows, _ = told(optimizer, weight)
+    torch.testing.assert_close(rows.flatten(), variance(some).flatten(), rtol=1e-12, atol=1e-12)
+
+
 def test_dropped_gradients_do_not_count() -> None:
     weight, optimizer = watched()
     backward(weight, parts(3, seed=50))
