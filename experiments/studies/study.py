@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -384,7 +385,8 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
         source: path of a YAML file, name of a shipped study, mapping of fields, or study. Paths in a file are relative
             to the file.
         overrides: changes of the study as `dotted.path=value`. Several values, as in `lr=0.001,0.01`, are an axis. With
-            such an axis, the file may also be an experiment file, which becomes the base of the study.
+            an axis, or a field of studies such as `seeds=0,1`, the file may also be an experiment file, which becomes
+            the base of the study.
 
     Returns:
         The validated study.
@@ -469,16 +471,19 @@ def _with_axes(data: Mapping[str, Any], axes: Mapping[str, list[Any]]) -> dict[s
 
 
 def _read_with(path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Return the data of a study file with overrides. If the file is an experiment and an override is an axis, the
-    experiment becomes the base of a study.
+    """Return the data of a study file with overrides. If the file is an experiment and an override is an axis or a
+    field of studies, such as `seeds`, the experiment becomes the base of a study.
+
+    Without an axis, the study has one cell, whose label is the recipe of the experiment.
     """
     axes, own = split_axes(overrides)
     raw = read_yaml(path)
-    if not axes or not isinstance(raw, Mapping) or "task" not in raw:
+    of_study = [one for one in own if re.split(r"[.=]", one)[0] in Study.model_fields.keys() - {"base"}]
+    if not (axes or of_study) or not isinstance(raw, Mapping) or "task" not in raw or "axes" in raw:
         return _with_axes(_overridden(_read(path), own), axes)
-    of_study = [one for one in own if one.partition("=")[0].split(".")[0] in Study.model_fields]
     base = load_experiment(path, [one.removeprefix("base.") for one in own if one not in of_study])
-    data = {"name": path.stem, "base": base.model_dump(mode="json"), "axes": axes}
+    one_cell = {"recipe": {base.recipe.name or path.stem: {}}}
+    data = {"name": path.stem, "base": base.model_dump(mode="json"), "axes": axes or one_cell}
     return assign_paths(data, _pairs(of_study))
 
 
@@ -501,7 +506,10 @@ def _existing(source: str | Path) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     data = read_yaml(path)
     if isinstance(data, Mapping) and "task" in data and "axes" not in data:
-        raise RecipeError(f"the file is an experiment, not a study; run it with `eigengraft train {path}`")
+        raise RecipeError(
+            f"the file is an experiment, not a study; run it once with `eigengraft train {path}`, or add seeds or an "
+            "axis, such as seeds=0,1 or recipe=adamw,soap"
+        )
     if not isinstance(data, Mapping):
         raise RecipeError(f"the file must contain a mapping with 'base' and 'axes', got {type(data).__name__}")
     home, data = path.parent, dict(data)

@@ -226,7 +226,8 @@ def load_experiment(
     except RecipeError as error:
         if isinstance(source, (str, Path)):
             several = [text for text in own if re.search(r"=[^\[{'\"]*,", text)]
-            ablation = f"eigengraft ablate {source} {' '.join(several)}"
+            axes = [re.sub("^seed=", "seeds=", text) for text in several]
+            ablation = f"eigengraft ablate {source} {' '.join(axes)}"
             hint = f"\nan experiment takes one value; compare several with: {ablation}"
             where = with_overrides(source, given)
             raise RecipeError(f"{where} does not describe an experiment:\n{error}{hint if several else ''}") from error

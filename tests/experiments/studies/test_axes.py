@@ -14,6 +14,7 @@ from eigengraft.experiments.studies.preview import preview_study
 from eigengraft.experiments.studies.run_cost import study_cost
 from eigengraft.experiments.studies.running import _option, available_cores, prepare_study
 from eigengraft.experiments.studies.study import load_study, split_axes
+from eigengraft.experiments.training.experiment import load_experiment
 from eigengraft.experiments.training.train import train
 
 from ...cli import invoke
@@ -258,6 +259,19 @@ def test_an_experiment_with_an_axis_is_a_study(tmp_path: Path) -> None:
     ]
     with refused(RecipeError, "study", "experiment"):
         load_study(file, ["steps=5"])
+
+
+def test_an_experiment_with_fields_of_a_study_is_a_study_of_one_cell(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("{task: digits, recipe: adamw, steps: 9}")
+    runs = plan_runs(load_study(file, ["seeds=0,1", "lr=0.1"]))
+    assert [(run.labels, run.experiment.lr, run.experiment.seed) for run in runs] == [
+        ({"recipe": "adamw"}, 0.1, 0),
+        ({"recipe": "adamw"}, 0.1, 1),
+    ]
+    assert load_study(file, ["tune={seeds: [7]}"]).tune is not None
+    with refused(RecipeError, "ablate", "mine.yaml seeds=0,1"):
+        load_experiment(file, ["seed=0,1"])
 
 
 def test_an_axis_of_an_override_replaces_the_axis_of_a_study() -> None:
