@@ -70,9 +70,11 @@ class RunLog:
         seed: seed of the run. None: the number of a directory `seed-K`, else 0.
         lr: peak of the learning rate. None: unknown.
         recipe: the optimizer, as a recipe, a mapping or a name.
-        settings: other settings of the run. The report shows a setting if it differs between runs.
+        settings: other settings of the run, as numbers, texts, lists or mappings. The report shows a setting if it
+            differs between runs.
 
     Raises:
+        ValueError: an argument has a value of a wrong type.
         RecipeError: the directory contains a complete run, or a run with other settings.
     """
 
@@ -87,7 +89,7 @@ class RunLog:
         recipe: Component | Mapping[str, Any] | str | None = None,
         **settings: Any,
     ) -> None:
-        self.directory, self.steps = Path(directory), steps
+        self.directory, self.steps = Path(directory), _whole("steps", steps)
         self._run = RunDirectory(directory)
         if isinstance(recipe, Component):
             recipe = recipe.model_dump(mode="json")
@@ -96,7 +98,9 @@ class RunLog:
             seed = int(named[1]) if named else 0
         declared = {"name": recipe} if isinstance(recipe, str) else dict(recipe or {})
         fixed = {"name": self.directory.name, "task": {"kind": task}, "recipe": declared}
-        self.config = json.loads(json.dumps({**settings, **fixed, "lr": lr, "steps": steps, "seed": seed}))
+        given = {**settings, **fixed, "lr": None if lr is None else _parsed("lr", lr)}
+        given |= {"steps": self.steps, "seed": _whole("seed", seed)}
+        self.config = {name: _as_json(name, value) for name, value in given.items()}
         self._run.acquire(self.config, ignored=())
         if self._run.read("result") is not None:
             raise RecipeError(f"{self.directory}: contains a complete run; choose another directory, or remove it")
@@ -190,6 +194,22 @@ def _parsed(name: str, value: Any) -> float:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
         raise ValueError(f"{name}: it must be a number, got {value!r}") from None
+
+
+def _whole(name: str, value: Any) -> int:
+    """Return a whole number as an `int`. Raises ValueError if the value is none."""
+    number = _parsed(name, value)
+    if isinstance(value, str) or not number.is_integer():
+        raise ValueError(f"{name}: it must be a whole number, got {value!r}")
+    return int(number)
+
+
+def _as_json(name: str, value: Any) -> Any:
+    """Return a setting as JSON stores it. Tensors and numbers of NumPy become numbers or lists."""
+    try:
+        return json.loads(json.dumps(value, default=lambda own: own.tolist()))
+    except (TypeError, AttributeError):
+        raise ValueError(f"{name}: it must be a number, text, list or mapping, got {value!r}") from None
 
 
 def import_run(

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -362,3 +363,11 @@ def test_steps_outside_of_the_run_and_values_that_are_no_numbers_are_refused(tmp
     assert [row["loss"] for row in log.rows] == [1.0]
     with refused(RecipeError, tmp_path / "run"):
         RunLog(tmp_path / "run", "other text", 2)
+
+
+def test_settings_may_be_tensors_and_numbers_of_numpy(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run", "my text", np.int64(2), lr=torch.tensor([0.5]), betas=torch.tensor([0.5, 1]))  # type: ignore[arg-type]
+    assert [log.config[name] for name in ("steps", "lr", "betas")] == [2, 0.5, [0.5, 1]]
+    for name, value in {"lr": "fast", "steps": "20", "seed": 0.5, "loader": object()}.items():
+        with refused(ValueError, name):
+            RunLog(tmp_path / "other", "my text", **{"steps": 2, name: value})
