@@ -264,12 +264,15 @@ def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic
     ends = [y for curve in curves for y in curve.mean[-1:] if math.isfinite(y)]
     if falling and starts and ends and max(starts) > max(ends):  # curves that rise, as of an accuracy, are not cut off
         high = max(starts)
-    if low <= 0 or (high / low < 1.8 if logarithmic is None else not logarithmic):
+    narrow = low > 0 and high / low < 1.8
+    if low <= 0 or (narrow if logarithmic is None else not logarithmic):
         pad = 0.05 * (high - low) or 1.0
         axes.set_ylim(low - pad, high + pad)
         return
     axes.set_yscale("log")
     log_ticks(axes.yaxis, _TICKS if high / low < 8 else _FEWER_TICKS if high / low < 1e3 else POWERS)
+    if narrow:  # such a range may have only one of these ticks
+        axes.yaxis.set_major_locator(MaxNLocator(6))
     spread = max(high / low, 1.1)
     axes.set_ylim(low / spread**0.05, high * spread**0.05)
 

@@ -309,7 +309,7 @@ def test_no_legend_covers_a_curve():
         assert axes.get_window_extent().height > 150  # pixels: the curves keep room
 
 
-@pytest.mark.parametrize(("decades", "first"), [(1, "1"), (2.9, "1"), (4, "10⁰"), (8, "10⁰"), (40, None)])
+@pytest.mark.parametrize(("decades", "first"), [(0.05, None), (1, "1"), (2.9, "1"), (4, "10⁰"), (8, "10⁰"), (40, None)])
 @pytest.mark.parametrize("width", [3.25, 4.8])
 def test_ticks_of_losses_over_many_decades_are_few_and_apart(decades, first, width):
     y = [1.5 * 10 ** (-decades * k / 9) for k in range(10)]
