@@ -172,7 +172,7 @@ def test_shipped_storage_is_in_order_on_layers_of_usual_size(recipe: str) -> Non
     assert warned(recipe, model(256)) == []
 
 
-NEW = ("whitening-after-graft", "clip-unused", "decay-twice")
+NEW = ("whitening-after-graft", "clip-unused", "decay-twice", "schedule-beyond-run")
 
 
 def said(recipe: Any, name: str, *data: object, own: nn.Module | None = None) -> None:
