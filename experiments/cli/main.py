@@ -193,6 +193,7 @@ def show_command(
     task: Annotated[
         str | None, typer.Option(help="task whose model a recipe is applied to", show_default="byte_lm")
     ] = None,
+    short: Annotated[bool, typer.Option("--short", help="leave out fields that have their defaults")] = False,
     imports: Imports = None,
 ) -> None:
     """Print the resolved recipe or experiment, the route of every parameter, and the bytes of every slot.
@@ -214,15 +215,15 @@ def show_command(
         )
     path = Path(source)
     if not path.is_file() and source not in shipped_recipes():
-        if kinds := catalog.find_kinds(source):
-            if overrides or task is not None:
+        kinds = catalog.find_kinds(source)
+        for family, member in kinds:
+            catalog.print_kind(family, member)
+        if kinds or catalog.print_family(source) or catalog.print_signal(source):
+            if overrides or task is not None or short:
                 raise ValueError(
-                    f"show {source}: a component cannot be combined with overrides or --task; give a recipe"
+                    f"show {source}: overrides, --task and --short have no effect on a component, family or signal; "
+                    "give a recipe"
                 )
-            for family, member in kinds:
-                catalog.print_kind(family, member)
-            return
-        if catalog.print_family(source) or catalog.print_signal(source):
             return
         if path.suffix not in (".yaml", ".yml") and not source.lstrip().startswith("{"):
             raise catalog.unknown(source)
@@ -233,7 +234,7 @@ def show_command(
                 f"--task: cannot be combined with the experiment {source}, which has a task; remove --task"
             )
         experiment = load_experiment(path, overrides or (), imports or ())
-        typer.echo(to_yaml(experiment.declaration()))
+        typer.echo(to_yaml(experiment.declaration(short)))
     else:
         on_run = [override for override in overrides or () if override.split("=")[0].split(".")[0] in ("task", "steps")]
         on_recipe = [override.removeprefix("recipe.") for override in overrides or () if override not in on_run]
@@ -243,7 +244,7 @@ def show_command(
         typer.echo(f"# {_cost_line(experiment.run_recipe)}")
         if not overrides and (measured := catalog.measured_cost(source)):
             typer.echo(f"# {measured}")
-        typer.echo(to_yaml(experiment.recipe.declaration()))
+        typer.echo(to_yaml(experiment.recipe.declaration(short)))
     model = experiment.task.new_model(experiment.seed)
     recipe, rates = experiment.run_recipe, (experiment.lr, experiment.weight_decay)
     optimizer = eigengraft.compose(recipe, model, *rates, steps=experiment.steps, silence=experiment.silence)

@@ -541,6 +541,11 @@ class TestShowKind:
         assert Path(output.split()[-1]).is_file() and "  due(" not in output
         check_said(succeeds("show", "task"), "load() -> Dataset", "reports_accuracy: ClassVar[bool] = False")
 
+    def test_the_short_form_leaves_out_defaults(self) -> None:
+        long, short = succeeds("show", "soap_int8"), succeeds("show", "soap_int8", "--short")
+        assert "warm_start: false" in long and "warm_start" not in short and "max_skew: 4.0" in short
+        assert long.partition("routes:")[0] != short.partition("routes:")[0]
+
     def test_a_component_takes_no_overrides(self) -> None:
         result = call("show", "rms", "beta=0.9")
         assert result.exit_code == 2
