@@ -150,7 +150,8 @@ class ComparisonRow:
         """Return the mean of a metric against steps, seconds, tokens or FLOPs. Return None if there is nothing to draw.
 
         The mean is computed at the steps at which all started runs were evaluated. Runs that diverged are left out of
-        it, and are separate lines of the curve.
+        it, and are separate lines of the curve. The label counts runs that are not finished, because the curve then
+        ends early.
 
         drawn: metric to draw; None: the metric of the comparison, which always decides which runs diverged.
         """
@@ -168,8 +169,9 @@ class ComparisonRow:
             return [choose([pair[coordinate] for pair in some]) for some in pairs]
 
         text = f"{self.title}: {len(lost)} of {len(self.runs)} diverged" if lost else ""
-        bounds = (over(min, 1), over(max, 1))
-        return Curve(self.title, self.style, over(fmean, 0), over(fmean, 1), *bounds, lost=tuple(lost), lost_label=text)
+        bounds, unfinished = (over(min, 1), over(max, 1)), sum(not run.result for run in fine if run.rows)
+        label = f"{self.title}: {unfinished} of {len(self.runs)} unfinished" if unfinished else self.title
+        return Curve(label, self.style, over(fmean, 0), over(fmean, 1), *bounds, lost=tuple(lost), lost_label=text)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,16 @@ class Factored(Stage):
     matrix: ClassVar[Literal["root", "basis"]]
 
     @model_validator(mode="after")
+    def _has_observations(self) -> Self:
+        first = self.every.first_due(1)
+        if first < self.statistic.start:
+            raise ValueError(
+                f"statistic.start: must be at most {first}, the step of the first refresh, which else would have no "
+                f"observation to compute from, got {self.statistic.start}; set refresh.start to at least as many steps"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _delay_fits(self) -> Self:
         if self.every.postponed and self.statistic.sequential:
             raise ValueError(

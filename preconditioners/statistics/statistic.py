@@ -15,7 +15,9 @@ from fractions import Fraction
 from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
@@ -264,7 +266,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
         default=0.0, ge=0, le=1, description="power s: the estimate is multiplied by trace^(-s); 0 = not at all"
     )
     trace_floor: float = Field(default=0.0, ge=0, description="least trace to divide by, in units of squared gradients")
-    interval: int = Field(default=1, ge=1, description="observe at updates 1, 1 + interval, 1 + 2 interval, ...")
+    interval: int = Field(default=1, ge=1, description="observe at updates start, start + interval, ...")
+    start: int = Field(default=1, ge=1, description="the first update whose gradient is observed")
     source: Literal["gradient", "direction", "orthogonalized"] = Field(
         default="gradient",
         description="observed tensor: the gradient, the direction of the stages before (after `momentum`, the "
@@ -315,6 +318,11 @@ class Statistic(Schedulable, ABC, family="statistic"):
                 f"warm_start: true cannot be combined with initial {self.initial}, because `initial` starts factors as "
                 "a multiple of the identity, and `warm_start` at their first contribution; remove one of the two"
             )
+        if self.start > 1 and self.requires:
+            raise ValueError(
+                f"start: must be 1, because {', '.join(sorted(self.requires))} is required from the first update on, "
+                f"got {self.start}"
+            )
         if self.slow is not None and self.slow.beta <= self.beta:
             raise ValueError(f"slow.beta: must be greater than beta, {self.beta}, got {self.slow.beta}")
         if self.precision != "input" and (self.of_inputs or self.axes.entries == "diagonal"):
@@ -345,7 +353,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
     def every_gradient(self) -> bool:
         """True if the factors accumulate the gradient of every step with one decay, and nothing else."""
         plain = not self.initial and not self.warm_start and self.slow is None
-        return self.source == "gradient" and self.interval == 1 and plain
+        return self.source == "gradient" and self.interval == self.start == 1 and plain
 
     @property
     def decay_of_squares(self) -> float | None:
@@ -431,8 +439,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
         All contributions are computed before any factor changes.
         """
         now = None
-        if self.interval > 1:
-            due = context.holds(lambda steps: (steps <= 1) | ((steps - 1) % self.interval == 0))
+        if self.interval > 1 or self.start > 1:
+            due = context.holds(self._observes)
             if due is False:
                 return
             now = None if due is True else torch.from_numpy(due).to(device=x.device, dtype=x.dtype)
@@ -446,6 +454,14 @@ class Statistic(Schedulable, ABC, family="statistic"):
                 fresh = ~has_data(factor) if self.warm_start else None
                 factor = self._accumulate(factor, given, decay, now)
                 state[name] = factor if fresh is None else _warm_started(factor, fresh, 1 - decay)
+
+    def _observes(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return bool `[N]`, True for blocks that observe the gradient of their present step.
+
+        steps: number of updates of each block, including the present one; 0 for the first gradient of a lagged stage.
+        """
+        due: NDArray[np.bool_] = (steps >= self.start) & ((steps - self.start) % self.interval == 0)
+        return due | (steps == 0) if self.start == 1 else due
 
     def _accumulate(self, factor: Tensor, contribution: Contribution, decay: float, now: Tensor | None) -> Tensor:
         """Update the factor F in place by  F <- decay * F + weight * scale * y z^T,  and return F.
@@ -504,16 +520,16 @@ class Statistic(Schedulable, ABC, family="statistic"):
     def _observations(self, step: Tensor, behind: int, lagged: bool) -> Tensor:
         """Return the number of gradients that the factor has observed in a step, at least 1.
 
-        The factor observes the gradients of steps 1, 1 + interval, 1 + 2 interval, ... A lagged stage applies its
-        factor to a gradient before the factor observes this gradient. Therefore the very first gradient, in step 0, is
-        only observed, and counts as one observation more.
+        The factor observes the gradients of steps start, start + interval, start + 2 interval, ... A lagged stage
+        applies its factor to a gradient before the factor observes this gradient. Therefore the very first gradient,
+        in step 0, is only observed if `start` is 1, and counts as one observation more.
 
         step: number of updates of each block, including the present one.
         behind: 1 if the factor has not observed the gradient of this step yet, else 0.
         lagged: True for the statistic of a lagged stage.
         """
-        seen = step - behind
-        return (torch.div(seen - 1, self.interval, rounding_mode="floor") + 1 + lagged).clamp_min(1)
+        seen, primed = step - behind, lagged and self.start == 1
+        return (torch.div(seen - self.start, self.interval, rounding_mode="floor") + 1 + primed).clamp_min(1)
 
 
 def _warm_started(factor: Tensor, fresh: Tensor, weight: float) -> Tensor:

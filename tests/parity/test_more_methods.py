@@ -614,23 +614,31 @@ def root_of_all(a: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["shampoo_4bit", "shampoo_cq_ef"])
-def test_both_moments_of_4_bit_shampoo_are_of_the_preconditioned_gradient(name: str, shape: tuple[int, int]) -> None:
-    """Wang et al. 2024, Algorithm 3, with all state in float64 and a root of every step: the first-order optimizer
-    receives G' = U ||G|| / ||U||, U = L^(-1/4) G R^(-1/4), in place of the gradient."""
+@pytest.mark.parametrize(("t1", "t2"), [(1, 1), (2, 4)])
+def test_4_bit_shampoo_is_algorithm_3_of_the_paper(name: str, shape: tuple[int, int], t1: int, t2: int) -> None:
+    """Wang et al. 2024, Algorithm 3, with all state in float64: the first-order optimizer receives
+    G' = U ||G|| / ||U||, U = L^(-1/4) G R^(-1/4), in place of the gradient. Statistics observe the gradients of steps
+    t1, 2 t1, ...; roots are computed in steps t2, 2 t2, ..., and are the identity before."""
     init, gradients = [normal(*shape, seed=5)], random_gradients([shape], STEPS)
     left, right = (1e-6 * torch.eye(d, dtype=torch.float64) for d in shape)
+    roots = [torch.eye(d, dtype=torch.float64) for d in shape]
     first, second, updates = Mean(0.9, *shape), Mean(0.999, *shape), []
-    for (g,) in gradients:
-        left, right = 0.95 * left + 0.05 * g @ g.T, 0.95 * right + 0.05 * g.T @ g
-        u = root_of_all(left) @ g @ root_of_all(right)
+    for t, (g,) in enumerate(gradients, start=1):
+        if t % t1 == 0:
+            left, right = 0.95 * left + 0.05 * g @ g.T, 0.95 * right + 0.05 * g.T @ g
+        if t % t2 == 0:
+            roots = [root_of_all(left), root_of_all(right)]
+        u = roots[0] @ g @ roots[1]
         u = u * g.norm() / u.norm()
         first(u)
         second(u.square())
         updates.append(first.value() / (second.value().sqrt() + 1e-8))
     stage = "update.transform.before.graft.direction.shampoo"
     exact = (
-        f"{stage}.refresh.steps=1",
-        f"{stage}.statistic.interval=1",
+        f"{stage}.refresh.steps={t2}",
+        f"{stage}.refresh.start={t2}",
+        f"{stage}.statistic.interval={t1}",
+        f"{stage}.statistic.start={t1}",
         f"{stage}.solver.deficiency=add",
         "storage={}",
     )

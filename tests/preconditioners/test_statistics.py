@@ -69,6 +69,8 @@ FORMS: list[dict[str, Any]] = [
     {"beta": BETA, "bias_correction": False, "initial": 0.3},
     {"beta": 1.0, "initial": 0.3},
     {"beta": BETA, "interval": 3},
+    {"beta": BETA, "interval": 3, "start": 2},
+    {"beta": 1.0, "start": 4},
     {"beta": BETA, "normalize": "dimension"},
     {"beta": BETA, "trace_scaling": 0.5},
     {"beta": BETA, "axes": {"entries": "diagonal"}},
@@ -86,7 +88,7 @@ def test_gram_is_a_weighted_sum_of_gram_matrices(form: dict[str, Any], block: tu
     given = [normal(*block, seed=t) for t in range(1, 8)]
     for gradient in given:
         stage.step(gradient)
-    beta, times_seen = form["beta"], [t for t in range(1, 8) if (t - 1) % form.get("interval", 1) == 0]
+    beta, times_seen = form["beta"], range(form.get("start", 1), 8, form.get("interval", 1))
     weight = 1 - beta if beta < 1 and form.get("damped", True) else 1.0
     last = len(times_seen)
     for axis, d in enumerate(block):
@@ -104,17 +106,21 @@ def test_gram_is_a_weighted_sum_of_gram_matrices(form: dict[str, Any], block: tu
         assert close(stage.estimate(axis), a.diagonal() if diagonal else a, 1e-13)
 
 
-@pytest.mark.parametrize("interval", [1, 3])
-def test_means_of_a_lagged_stage_count_the_first_gradient(interval: int) -> None:
-    """The gradient is constant, so all its Gram matrices and their mean are equal. 1e-13: some tens of roundings."""
+@pytest.mark.parametrize(("interval", "start"), [(1, 1), (3, 1), (1, 2), (3, 2)])
+def test_means_of_a_lagged_stage_count_the_first_gradient(interval: int, start: int) -> None:
+    """The gradient is constant, so all its Gram matrices and their mean are equal. 1e-13: some tens of roundings.
+
+    With start 2, the first gradient, which only initializes a lagged stage, is not observed.
+    """
     statistic = {"kind": "gram", "beta": 0.5, "interval": interval, "slow": {"beta": 0.99, "weight": 0.5}}
-    basis = {"kind": "eigenbasis", "timing": "lagged", "statistic": statistic, "refresh": EVERY}
+    refresh = {**EVERY, "start": 1 + start} if start > 1 else EVERY
+    basis = {"kind": "eigenbasis", "timing": "lagged", "statistic": {**statistic, "start": start}, "refresh": refresh}
     stage = Stepper({**basis, "inner": ["rms"], "transport": "exact"}, (4, 3))
     gradient = normal(4, 3, seed=1)
     stage.stage.prime(stage.state, gradient[None], gradient[None], stage.context())
-    for _ in range(7):
+    for step in range(1, 8):
         stage.step(gradient)
-        assert close(stage.estimate(0), gradient @ gradient.T, 1e-13)
+        assert step < start or close(stage.estimate(0), gradient @ gradient.T, 1e-13)
 
 
 @pytest.mark.parametrize("source", ["direction", "orthogonalized"])

@@ -529,6 +529,7 @@ def test_partial_study(study):
     adamw, soap = panel.rows
     assert (len(soap.finals), len(soap.runs), soap.difference.n) == (1, 2, 1)
     assert panel.best is adamw
+    assert (adamw.curve().label, soap.curve().label) == ("adamw", "soap: 1 of 2 unfinished")
     text = Page(Report(study).write().read_text(encoding="utf-8")).text
     assert "This study is not complete" in text
     assert "method=soap/seed-1: unfinished, last at step 30" in text
