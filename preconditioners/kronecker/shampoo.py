@@ -173,6 +173,9 @@ class Shampoo(Factored, DelayedRefresh):
         return found
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        first = self.every.first_due(1)
+        if first > 1 and self.precision == "input" and context.holds(lambda steps: steps >= first) is False:
+            return direction  # before their first refresh all roots are the identity
         return mode_products(direction, self.matrices(state), self.precision)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from eigengraft import Optimizer, RecipeError, State, StepContext, load_recipe
 from eigengraft.component import validated
@@ -104,6 +105,18 @@ def test_gram_is_a_weighted_sum_of_gram_matrices(form: dict[str, Any], block: tu
         axes = form.get("axes", {})
         diagonal = axes.get("entries") == "diagonal" or d > axes.get("max_size", d)
         assert close(stage.estimate(axis), a.diagonal() if diagonal else a, 1e-13)
+
+
+def test_no_product_is_computed_with_roots_that_are_identities() -> None:
+    """A matrix of 8 x 8 has two products with its roots, each of 2 * 8^3 operations. Products that are added to the
+    statistics in place are not counted."""
+    stage = Stepper({"kind": "shampoo", "statistic": "gram", "refresh": {**EVERY, "steps": 9, "start": 3}}, (8, 8))
+    counted = []
+    for step in range(1, 5):
+        with FlopCounterMode(display=False) as counter:
+            stage.step(normal(8, 8, seed=step))
+        counted.append(counter.get_total_flops())
+    assert [counted[0], counted[1], counted[3]] == [0, 0, 2 * 2 * 8**3]
 
 
 @pytest.mark.parametrize(("interval", "start"), [(1, 1), (3, 1), (1, 2), (3, 2)])
