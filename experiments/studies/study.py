@@ -482,7 +482,7 @@ def _read_with(path: Path, overrides: list[str]) -> dict[str, Any]:
     if not (axes or of_study) or not isinstance(raw, Mapping) or "task" not in raw or "axes" in raw:
         return _with_axes(_overridden(_read(path), own), axes)
     base = load_experiment(path, [one.removeprefix("base.") for one in own if one not in of_study])
-    one_cell = {"recipe": {base.recipe.name or path.stem: {}}}
+    one_cell: dict[str, Any] = {"recipe": {base.recipe.name or path.stem: {}}}
     data = {"name": path.stem, "base": base.model_dump(mode="json"), "axes": axes or one_cell}
     return assign_paths(data, _pairs(of_study))
 
