@@ -33,6 +33,36 @@ _GRAFTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Fields of the stage `rms` for each grafting of Distributed Shampoo, by the beginning of its class's name. A text is
 the name of an attribute of the grafting."""
+ON_PAGE = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    abs_epsilon average_grad batch_axis_name best_effort_memory_usage_reduction best_effort_shape_interpretation
+    beta1 beta2 beta3 betas block_size clip_by_scaled_gradient_norm communicate_params communication_dtype
+    compression_rank concurrency_config correct_bias corrected_eigenvalues_dtype dampening data_format
+    decay_preconditioning_compute_steps decoupled_learning_rate decoupled_weight_decay diagonal_epsilon
+    distributed_config drop_weighting_factor_on_gsquare eigendecomposition_offload_device eigh
+    end_preconditioning_compute_steps eps epsilon eval_coeff_lr_power eval_interp_coeff exponent_override
+    factor_matrix_dtype factor_matrix_eigenvectors_dtype frequent_directions generate_fd_metrics
+    generate_training_metrics graft_type grafting_config ignored_basis_change_dims inv_factor_matrix_dtype
+    inv_root_mode inverse_exponent_override inverse_failure_threshold iterate_averaging_config lobpcg_max_iter
+    lobpcg_topk_precondition matrix_eps matrix_epsilon max_iterations max_precond_dim max_preconditioner_dim
+    merge_dims merge_small_dims_block_size min_lowbit_size momentum moving_average_for_momentum nesterov
+    normalize_grads num_devices_for_pjit num_tolerated_failed_amortized_computations num_trainers_per_group
+    order peak_lr perturb_before_computation prec_bits prec_compute_steps prec_maxorder precision
+    precondition_1d precondition_frequency preconditioner_config preconditioner_partition_spec
+    preconditioning_compute_steps precondtioner_type quan_blocksize rank_atol rank_rtol rect_t1 rect_t2
+    rel_epsilon relative_matrix_epsilon reset_preconditioner retry_double_precision reuse_preconditioner
+    scale_by_dims_fn scale_by_nuclear_norm shampoo_beta shampoo_pt2_compile_config shard_optimizer_states
+    skip_preconditioning_dim_size_gt skip_preconditioning_rank_lt start_prec_step start_preconditioning_step
+    stat_compute_steps stat_decay statistics_compute_steps statistics_partition_spec
+    target_parameter_dimensionality tensordot_precision tolerance trace_scaling_exponent train_interp_coeff
+    use_bias_correction use_decoupled_weight_decay use_nesterov use_pin_memory use_symmetric_packing
+    use_trace_scaling weight_decay_type
+        """,
+    )
+)
+"""Options of other libraries that docs/from-torch.md has. Errors about them name this page."""
 
 
 def meant_overrides(key: str, value: Any, rule: Recipe | Route, at: str = "") -> dict[str, Any]:
@@ -75,12 +105,15 @@ def translated(options: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str
 
     The mapping of an option is empty if the option has no certain meaning for the recipe.
     """
-    found = {key: _overrides(key, options, recipe) for key in options}
-    for key, overrides in found.items():
+    found, accepted = dict[str, dict[str, Any]](), dict[str, Any]()
+    for key in options:
+        overrides = _overrides(key, options, recipe)
         try:
-            load_recipe(recipe, overrides)
-        except RecipeError:  # the recipe has another kind of stage there, or the value is outside the field's bounds
-            found[key] = {}
+            load_recipe(recipe, accepted | overrides)
+        except RecipeError:  # the recipe has another kind of stage there, or a value does not fit the field or the rest
+            overrides = {}
+        found[key] = overrides
+        accepted |= overrides
     return found
 
 
@@ -101,7 +134,7 @@ def _overrides(key: str, options: Mapping[str, Any], recipe: Recipe) -> dict[str
         return _of_soap(key, options, recipe, path)
     if len(factored) == 1 and getattr(stage.statistic, "kind", None) == "gram":
         if stage.kind == "shampoo" and any(".graft.after." in own for own, _ in _stages(recipe)):
-            return _of_shampoo_in_jax(key, options[key], recipe, path)
+            return _of_shampoo_in_jax(key, options, recipe, path)
         if stage.kind in ("eigenbasis", "shampoo"):
             return _of_shampoo(key, options, recipe, path)
     # the decay of the statistic may or may not be the one of second moments
@@ -139,7 +172,9 @@ def _of_soap(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -> d
     }
     if key == "merge_dims":
         merge = {"merge": options.get("max_precond_dim", 10000), "merge_from": "first"}
-        return {"blocking": merge, f"{at}.statistic.axes.vectors": True} if value is True and whole else {}
+        # without precondition_1d, merged matrices have a basis and vectors have none, which takes a route
+        certain = value is True and options.get("precondition_1d") is True and whole
+        return {"blocking": merge, f"{at}.statistic.axes.vectors": True} if certain else {}
     found = _same(fields, key, value)
     if key == "correct_bias" and value is False:
         stages = dict(_stages(recipe))
@@ -156,6 +191,7 @@ def _of_shampoo(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -
     starts = [f"{at}.refresh.start", *([f"{graft}.start"] if graft else [])]
     follows = options.get("start_preconditioning_step", -1) == -1  # then the start is the frequency
     relative = not inside and stages[at].solver.model_dump().get("relative", False)
+    corrected = [*filters, *([] if _beta2(options) == 1 else [*inside, f"{at}.statistic"])]  # a sum has no bias
     fields = {
         "beta1": [f"{path}.beta" for path in filters],
         "beta2": [f"{path}.beta" for path in (*inside, f"{at}.statistic")],
@@ -164,7 +200,7 @@ def _of_shampoo(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -
         "precondition_frequency": [f"{at}.refresh.steps", *(starts if follows else [])],
         "start_preconditioning_step": [] if follows else starts,
         "max_preconditioner_dim": ["blocking.size", "blocking.merge"],
-        "use_bias_correction": [f"{path}.bias_correction" for path in (*filters, *inside, f"{at}.statistic")],
+        "use_bias_correction": [f"{path}.bias_correction" for path in corrected],
     }
     if key == "use_decoupled_weight_decay":
         return {"weight_decay.kind": "decoupled" if value else "l2"}
@@ -196,22 +232,41 @@ def _magnitude(grafting: Any) -> dict[str, Any] | None:
     }
 
 
-def _of_shampoo_in_jax(key: str, value: Any, recipe: Recipe, at: str) -> dict[str, Any]:
+def _of_shampoo_in_jax(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -> dict[str, Any]:
     """Translate an option of Distributed Shampoo in JAX, whose options hold for parameters of all routes.
 
     at: path of the stage `shampoo`.
     """
-    rules = recipe.rules().items()
+    value, rules = options[key], recipe.rules().items()
     decays = [decay for where, rule in rules for decay in _decays(rule, where)]
     first, second = ([path for path, role in decays if role == f"{n}_moment"] for n in ("first", "second"))
+    means = [f"{at}.statistic.beta", *second]
     fields = {
         "beta1": first,
         "momentum": first,
-        "beta2": [f"{at}.statistic.beta", *second],
+        "beta2": means,
         "diagonal_epsilon": [f"{path.removesuffix('.beta')}.eps" for path in second],
+        "matrix_epsilon": [f"{at}.solver.eps", f"{at}.statistic.initial"],
+        "start_preconditioning_step": [f"{at.partition('.direction.')[0]}.start"],
         "preconditioning_compute_steps": [f"{at}.refresh.steps"],
+        "statistics_compute_steps": [f"{at}.statistic.interval"],
+        "inverse_failure_threshold": [f"{at}.solver.max_error"],
+        "block_size": ["blocking.size"],
+        "merge_small_dims_block_size": ["blocking.merge"],
+        "nesterov": [f"{path.removesuffix('.beta')}.nesterov" for path in first],
     }
-    return _same(fields, key, value)
+    if key == "start_preconditioning_step" and _is_number(value):
+        value += 1  # the code counts steps from 0
+    found = _same(fields, key, value)
+    if found and key in ("betas", "beta2") and _beta2(options) == 1:  # a sum has no bias to correct
+        found |= {f"{path.removesuffix('.beta')}.bias_correction": True for path in means}
+    return found
+
+
+def _beta2(options: Mapping[str, Any]) -> Any:
+    """Return the decay of second moments in the options `betas` and `beta2`; None if neither gives one."""
+    pair = options.get("betas")
+    return pair[1] if isinstance(pair, (tuple, list)) and len(pair) == 2 else options.get("beta2")
 
 
 def _is_number(value: Any) -> bool:

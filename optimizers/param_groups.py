@@ -20,7 +20,7 @@ from eigengraft.errors import did_you_mean, warn_user
 from eigengraft.numerics import fake_mode
 from eigengraft.signals import PARTNER, asking
 
-from .other_options import momentum_path, translated
+from .other_options import ON_PAGE, momentum_path, translated
 from .recipe.loading import load_recipe
 from .recipe.recipe import Recipe
 from .recipe.routing import ParamInfo
@@ -83,13 +83,14 @@ def require_options(options: Mapping[str, Any], recipe: Recipe, who: str) -> Non
     found = translated(unknown, recipe)
     meant = {path: value for overrides in found.values() for path, value in overrides.items()}
     others = [key for key, overrides in found.items() if not overrides]
-    misspelled = others and others[0] not in _elsewhere()
+    there = others and others[0] in ON_PAGE
+    misspelled = others and not there and others[0] not in _elsewhere()
     hint = did_you_mean(others[0], _OPTIONS, first=_other_names(others[0])) if misspelled else ""
     advice = f"; pass overrides={meant}" if meant else ""
     if others and others[0] in _OPTIONS:
         hint, advice = "", f"{advice}; only `compose` has {others[0]}"
-    elif others and not hint:
-        advice += f"; if '{others[0]}' is an option of another library, docs/from-torch.md has the field"
+    elif there:
+        advice += f"; if '{others[0]}' is an option of another library, see docs/from-torch.md"
     verb = "is not an option" if len(unknown) == 1 else "are not options"
     known = ", ".join(_OPTIONS if who == "compose" else _OPTIONS[:-2])
     raise TypeError(

@@ -1,5 +1,6 @@
 """Options of torch, SOAP and Distributed Shampoo: errors and docs/from-torch.md give the overrides of the formulas."""
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import eigengraft
-from eigengraft import Optimizer, load_recipe
-from eigengraft.optimizers.other_options import momentum_path, translated
+from eigengraft import Optimizer, RecipeError, load_recipe
+from eigengraft.optimizers.other_options import ON_PAGE, momentum_path, translated
+from eigengraft.optimizers.recipe.loading import parse_yaml
 
 from ..parity.distributed_shampoo import Options, trajectory
 from ..parity.test_golden import CASES
@@ -22,7 +24,9 @@ from ..refusals import refused
 from ..trajectories import follow, normal, random_gradients
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-torch.md").read_text(encoding="utf-8")
+SECTIONS = {text.partition("\n")[0]: text for text in PAGE.split("\n## ")}
 SHAMPOO = "reference/distributed_shampoo"
+CORRECTED = "reference/eigenvalue_corrected_shampoo"
 SHARED = {"betas": (0.81, 0.92), "momentum": 0.8, "beta2": 0.7, "eps": 1e-7, "precondition_frequency": 7}
 
 
@@ -94,6 +98,10 @@ ROWS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"precondition_frequency": 3, "start_preconditioning_step": 7}, {"frequency": 3, "start": 7}),
     ({"start_preconditioning_step": 7, "precondition_frequency": 3}, {"frequency": 3, "start": 7}),
     ({"use_bias_correction": False}, {"bias_correction": False}),
+    (
+        {"betas": (0.8, 1.0), "use_bias_correction": False},
+        {"beta1": 0.8, "beta2": 1.0, "bias_correction": False},
+    ),
     ({"epsilon": 1e-3}, {"eps": 1e-3}),
     ({"momentum": 0.8}, {"momentum": {"mu": 0.8}}),
     (
@@ -118,9 +126,9 @@ def test_options_of_an_eigenvalue_corrected_shampoo() -> None:
     init, given = normal(5, 4, seed=1), [normal(5, 4, seed=10 + t) for t in range(20)]
     own = {"beta1": 0.8, "beta2": 0.95, "frequency": 3, "start": 6, "eps": 1e-6, "bias_correction": False}
     expected = trajectory(init, given, Options(soap="eigh", **own))  # type: ignore[arg-type]
-    name, start = "reference/eigenvalue_corrected_shampoo", {"start_preconditioning_step": 6}
     shared = {"betas": (0.8, 0.95), "epsilon": 1e-6, "use_bias_correction": False, "precondition_frequency": 3}
-    assert apart(ours(name, overrides(name, **shared, **start), init, given, 0.05), expected, init) <= 1e-9
+    changes = overrides(CORRECTED, **shared, start_preconditioning_step=6)
+    assert apart(ours(CORRECTED, changes, init, given, 0.05), expected, init) <= 1e-9
 
 
 @pytest.mark.parametrize("shape", [(12, 4), (41, 4)])
@@ -132,6 +140,28 @@ def test_betas_of_distributed_shampoo_in_jax_hold_in_all_routes(shape: tuple[int
     (path,) = follow(lambda one: Optimizer([("w", one[0])], recipe, lr=0.1, weight_decay=0.0), [init], given)
     assert apart(path, torch.stack(defined([g for (g,) in given], max(shape) <= 40)), init) <= 1e-9
     assert len(changes) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (CORRECTED, {"betas": (0.9, 1.0), "use_bias_correction": False}),
+        (NAME, {"beta2": 1.0}),
+        (NAME, {"betas": (0.9, 1.0)}),
+    ],
+)
+def test_sums_of_squares_have_no_bias_correction(name: str, options: dict[str, Any]) -> None:
+    changes = overrides(name, **options)
+    load_recipe(name, changes)
+    sums = [path.removesuffix(".beta") for path, value in changes.items() if value == 1.0 and path.endswith(".beta")]
+    assert len(sums) == (2 if name == CORRECTED else 3)
+    assert all(changes.get(f"{path}.bias_correction", True) for path in sums)
+
+
+def test_overrides_of_several_options_load_together() -> None:
+    recipe = load_recipe(SHAMPOO, {"update.graft.direction.shampoo.statistic.bias_correction": False})
+    given = {"beta1": 0.5, "beta2": 1.0}  # the recipe, not an option, has turned the correction off
+    assert translated(given, recipe) == {"beta1": {"update.momentum.beta": 0.5}, "beta2": {}}
 
 
 def test_a_recipe_without_bias_correction_is_not_taken_for_the_one_in_jax() -> None:
@@ -149,6 +179,8 @@ def test_an_option_without_certain_meaning_gives_no_overrides() -> None:
         ("soap", {"max_precond_dim": 512, "merge_dims": True, "data_format": "channels_last"}),
         ("shampoo", {"epsilon": 1e-12, "eps": 1e-8, "dampening": 0.1}),
         ("reference/soap", {"shampoo_beta": -1, "normalize_grads": True, "betas": 0.9}),
+        ("reference/soap", {"merge_dims": True}),
+        ("reference/soap", {"betas": (0.9, 1.0)}),
     ):
         assert not any(translated(options, load_recipe(name)).values()), name
 
@@ -162,12 +194,59 @@ def test_translations_fit_every_shipped_recipe(name: str) -> None:
         load_recipe(recipe, {path: 0.5})
 
 
-def test_the_page_and_the_errors_give_the_same_overrides_for_soap() -> None:
-    rows = re.findall(r'^\| `(\w+=[^`]+)` \| `(\{"[^`]+\})`', PAGE, flags=re.MULTILINE)
-    assert len(rows) == 9
+@pytest.mark.parametrize(
+    ("section", "name", "count"),
+    [("SOAP and Muon", "reference/soap", 9), ("Distributed Shampoo (JAX) and DALL-E mini", NAME, 11)],
+)
+def test_the_page_and_the_errors_give_the_same_overrides(section: str, name: str, count: int) -> None:
+    rows = re.findall(r'^\| `(\w+=[^`]+)` \| `(\{"[^`]+\})`', SECTIONS[section], flags=re.MULTILINE)
+    assert len(rows) == count
     for options, expected in rows:
         given = eval(f"dict({options})")
-        assert overrides("reference/soap", **given) == eval(expected), options
+        assert overrides(name, **given) == eval(expected), options
+
+
+def test_the_fields_that_the_page_gives_for_distributed_shampoo_exist() -> None:
+    cells = re.findall(r"^\| .*? \| (.*) \|$", SECTIONS["Distributed Shampoo (PyTorch)"], flags=re.MULTILINE)
+    fields = re.findall(r"`(\w+): (\{[^`]+\})`", "\n".join(cells))
+    assert len(fields) > 25
+    places = (
+        (SHAMPOO, ""),
+        (SHAMPOO, "update.graft."),
+        (SHAMPOO, "update.graft.direction.shampoo."),
+        (CORRECTED, "update.eigenbasis."),
+    )
+    for field, value in fields:
+        given: Any = parse_yaml(value)
+        assert any(loads(name, f"{at}{field}", given) for name, at in places), (field, value)
+
+
+def loads(name: str, path: str, given: dict[str, Any]) -> bool:
+    """Whether the recipe takes a mapping at a path, in place of what it has there or in addition."""
+    for changes in ({path: given}, {f"{path}.{key}": value for key, value in given.items()}):
+        with contextlib.suppress(RecipeError):
+            load_recipe(name, changes)
+            return True
+    return False
+
+
+def test_errors_name_the_page_for_its_options_alone() -> None:
+    own = PAGE[PAGE.index("\n## Distributed Shampoo") :]
+    texts = re.findall(r"^\| (.*?) \|", own, flags=re.MULTILINE)
+    texts += [text for text in own.split("\n\n") if "have no recipe" in text]
+    spans = re.findall(r"`([^`]+)`", "\n".join(texts))
+    names = {name for span in spans for name in re.findall(r"\b([a-z]\w*)=", span)}
+    names |= {span for span in spans if re.fullmatch(r"[a-z]\w+", span)}
+    assert names - {"lr", "weight_decay"} == ON_PAGE
+
+    model = nn.Linear(3, 2)
+    for key in ("stat_compute_steps", "decay_preconditioning_compute_steps"):
+        with pytest.raises(TypeError, match=r"from-torch\.md") as told:
+            eigengraft.compose("shampoo_4bit", model, **{key: 10})
+        assert "'steps'" not in str(told.value)
+    with pytest.raises(TypeError) as told:
+        eigengraft.compose("shampoo_4bit", model, unheard_of=10)
+    assert "from-torch.md" not in str(told.value)
 
 
 def test_the_page_and_the_errors_give_the_same_overrides_for_distributed_shampoo() -> None:
