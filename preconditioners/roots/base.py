@@ -127,7 +127,8 @@ class RootSolver(MatrixSolver, ABC, family="root_solver"):
         """Return eigenvalues with the solver's ridge and its treatment of small eigenvalues.
 
         The eigenvalues of the root are the returned values raised to -e, with e the exponent. A returned 0 marks an
-        eigenvalue that is left out of the root.
+        eigenvalue that is left out of the root. The default changes no eigenvalue. A solver with a ridge must define
+        this method, because `check_solver` compares the roots with it.
 
         values: eigenvalues `[N, d]` of A, in any order.
         """

@@ -32,6 +32,7 @@ from eigengraft.optimizers.write import (
 from eigengraft.preconditioners import (
     Basis,
     BasisSolver,
+    CholeskyInverse,
     Contribution,
     EigenvalueBound,
     Eigh,
@@ -213,6 +214,45 @@ class WrongRoot(RootSolver):
 def test_mistakes_in_root_solvers(fault: str, says: tuple[object, ...]) -> None:
     with refused(LawError, "root_solver.wrong_root", *says):
         check_solver(WrongRoot(fault=fault), degree=-1, rotates=True)
+
+
+class Ridged(RootSolver):
+    """Roots with a ridge in units of the largest eigenvalue. `hidden`: `regularized` does not know the ridge."""
+
+    kind: Literal["ridged"] = "ridged"
+    strength: float = 1e-6
+    hidden: bool = False
+
+    def root(self, a: Tensor, exponent: Fraction) -> Root:
+        ok = finite_blocks(a)
+        values, q = torch.linalg.eigh(torch.where(ok[:, None, None], a, identity_like(a)))
+        power = self.replace(hidden=False).regularized(values).pow(-float(exponent))
+        return Root(symmetrized((q * power.unsqueeze(1)) @ q.mT), ok)
+
+    def regularized(self, values: Tensor) -> Tensor:
+        return values if self.hidden else values + self.strength * values.amax(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        Ridged(),
+        Ridged(strength=0.3),
+        Eigh(ratio=1e-6),
+        Eigh(eps=0.2),
+        Eigh(eps=1.0, deficiency="pseudo_inverse"),
+        CholeskyInverse(),
+    ],
+    ids=repr,
+)
+def test_roots_are_compared_with_the_ridge_of_their_solver(solver: RootSolver) -> None:
+    """No law knows a ridge by the name of its field."""
+    check_solver(solver, rotates=True)
+
+
+def test_a_ridge_that_regularized_does_not_know_is_refused() -> None:
+    with refused(LawError, "a root undoes its matrix", "`regularized`"):
+        check_solver(Ridged(strength=0.3, hidden=True))
 
 
 def test_a_root_and_a_basis_need_one_tensor() -> None:

@@ -297,32 +297,53 @@ def roots_turn_and_scale_with_the_matrix(case: SolverCase[RootSolver]) -> None:
         require_close(scaled, root, case.tolerance, what, lambda: _ABSOLUTE_RIDGE)
 
 
-def a_root_undoes_its_matrix(case: SolverCase[RootSolver]) -> None:
-    """A^-e A^e = I up to the ridge and the residual of the solver.
+_REGULARIZED = " (does `regularized` return the eigenvalues with the ridge of root(), and has root() the power -e?)"
 
-    The tolerance is the larger of 1e-2, which allows for the residual, and 60 eps, which allows for the ridge. The
-    ridge is eps times the size of A, and the size of A is at most 60 times its smallest eigenvalue. The law also checks
-    that a solver refuses exponents that it does not support, with a message.
+
+def a_root_undoes_its_matrix(case: SolverCase[RootSolver]) -> None:
+    """A^-e f(A)^e = I, with the function f that `regularized` applies to the eigenvalues of A: the solver's ridge and
+    its treatment of small eigenvalues.
+
+    The tolerance is the larger of 1e-2, which allows for the residual, and the largest relative change of an
+    eigenvalue by f, up to 1/2. This allows for a ridge in root() whose unit is a bound of the largest eigenvalue. The
+    law also checks that a solver refuses exponents that it does not support, with a message.
     """
     a, solver = definite(), case.component
     values, q = torch.linalg.eigh(a)
+    treated = _treated(solver, values)
+    kept = (treated > 0).to(a.dtype)
+    bound = max(1e-2, min(0.5, float((kept * (treated / values - 1)).abs().max())))
     for exponent in (Fraction(1, 4), Fraction(1, 2), Fraction(2, 3), Fraction(1)):
         problem = solver.check(exponent)
         if problem is not None:
             fine = f"{getattr(solver, 'kind', '?')} takes exponents" in problem and problem.endswith(f"got {exponent}")
             require(fine, "check()", f"'<kind> takes exponents ..., got {exponent}'", f"'{problem}'")
             continue
-        power = (q * values.pow(float(exponent)).unsqueeze(1)) @ q.mT
+        power = (q * treated.pow(float(exponent)).unsqueeze(1)) @ q.mT
         root, ok = solver.root(a, exponent)[:2]
-        error, bound = float((root @ power - torch.eye(6)).abs().max()), max(1e-2, 60 * getattr(solver, "eps", 0.0))
+        error = float((root @ power - (q * kept.unsqueeze(1)) @ q.mT).abs().max())
         require(ok.all(), f"`ok` for definite matrices to the power -{exponent}", "True for all", ok.tolist())
-        what = f"the largest entry of A^-e A^e - I for e = {exponent}"
-        require(error <= bound, what, f"at most {bound:g}", f"{error:.2g}")
+        what = f"the largest entry of A^-e f(A)^e - I for e = {exponent}, with `regularized` as f"
+        require(error <= bound, what, f"at most {bound:.2g}", f"{error:.2g}", _REGULARIZED)
+
+
+def _treated(solver: RootSolver, values: Tensor) -> Tensor:
+    """Return `regularized(values)`. Raise a LawError unless it has one number of at least 0 for each eigenvalue, and
+    keeps their order.
+    """
+    found = solver.regularized(values)
+    require(found.shape == values.shape, "regularized(), shape", f"{list(values.shape)}", list(found.shape))
+    fine = bool(found.isfinite().all()) and bool((found >= 0).all())
+    require(fine, "regularized() of positive eigenvalues", "finite numbers of at least 0", found.tolist())
+    ordered = found.gather(1, values.argsort(1)).diff(dim=1)
+    fine = bool((ordered >= -ROUNDING * found.amax(1, keepdim=True)).all()) and bool((found.amax(1) > 0).all())
+    require(fine, "regularized() of positive eigenvalues", "numbers in the same order, not all of them 0", found.tolist())
+    return found
 
 
 def roots_come_with_a_report(case: SolverCase[RootSolver]) -> None:
-    """A result has iterations, residual and definiteness for each matrix. A positive definite matrix has a
-    positive definite root with a small residual.
+    """A result has iterations, residual and definiteness for each matrix. The residual for a positive definite matrix
+    is small, and its root is positive definite, unless `regularized` leaves out an eigenvalue.
     """
     for dtype in (torch.float32, torch.float64):
         root = case.component.root(definite(dtype=dtype), usual_exponent(case.component))
@@ -330,23 +351,27 @@ def roots_come_with_a_report(case: SolverCase[RootSolver]) -> None:
             x = getattr(root, name)
             got = f"{x.dtype} of shape {list(x.shape)}"
             require((x.shape, x.dtype) == ((4,), want), name, f"{want} of shape [4]", got)
-        limit, worst = getattr(case.component, "max_error", 1), float(root.residual.max())
-        require(worst < limit, "residual", f"below {limit}", f"{worst:.2g}")
-        require(root.definite.all(), "definite", "True for definite matrices", root.definite.tolist())
+        worst = float(root.residual.max())
+        require(worst < 1, "residual", "below 1", f"{worst:.2g}")
+        wanted = (_treated(case.component, torch.linalg.eigvalsh(definite())) > 0).all(1).tolist()
+        expected = f"{wanted}, True where `regularized` gives no eigenvalue of 0"
+        require(root.definite.tolist() == wanted, "definite", expected, root.definite.tolist())
 
 
 def roots_of_diagonals_are_elementwise(case: SolverCase[RootSolver]) -> None:
-    """Roots of diagonals a are (a + r)^-e, with the ridge r that a full matrix would have. The tolerance is the larger
-    of 1e-10 and 60 eps, which allows for a relative ridge eps. Only a diagonal that is not finite is marked as failed.
+    """Roots of diagonals a are f(a)^-e, with f the method `regularized`, and 0 where f(a) is 0. The tolerance is 1e-10.
+    Only a diagonal that is not finite is marked as failed.
     """
     a, solver = torch.tensor([[4.0, 1.0, 0.25], [1e6, 1e6, 1e5]], dtype=torch.float64), case.component
     exponent = usual_exponent(solver)
     root = solver.diagonal_root(a, exponent)
-    fine = bool(root.ok.all()) and bool(root.definite.all()) and root.iterations.dtype == torch.int32
-    require(fine, "diagonal_root()", "ok and definite roots with int32 iterations", root)
-    error = float((root.value * a ** float(exponent) - 1).abs().max())
-    bound = max(1e-10, 60 * getattr(solver, "eps", 0.0))
-    require(error <= bound, f"the relative error of a^-{exponent}", f"at most {bound:g}", f"{error:.2g}")
+    treated = _treated(solver, a)
+    fine = bool(root.ok.all()) and torch.equal(root.definite, (treated > 0).all(1))
+    what = "ok roots with int32 iterations, definite where `regularized` gives no 0"
+    require(fine and root.iterations.dtype == torch.int32, "diagonal_root()", what, root)
+    error = float((root.value * treated ** float(exponent) - (treated > 0).to(a.dtype)).abs().max())
+    what = f"the relative error of f(a)^-{exponent}, with `regularized` as f"
+    require(error <= ROUNDING, what, f"at most {ROUNDING:g}", f"{error:.2g}")
     spoiled = solver.diagonal_root(torch.cat([a, torch.full((1, 3), torch.nan, dtype=torch.float64)]), exponent)
     same = spoiled.ok.tolist() == [True, True, False] and torch.equal(spoiled.value[:2], root.value)
     require(same, "`ok` for a stack with nan in matrix 2", "[True, True, False]", spoiled.ok.tolist())
