@@ -1,7 +1,9 @@
 """State keys: text and fields say the same, for the keys of every kind of state."""
 
 import re
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -68,3 +70,14 @@ def test_a_slot_refuses_an_unknown_role_or_frame() -> None:
         Slot((2, 2), role="history")  # type: ignore[arg-type]
     with refused(ValueError, "Slot.frame", "rotated", "vector"):
         Slot((2, 2), frame="rotated")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [3, (3.0,), [3], ((3, 2), 2), "ab", None], ids=repr)
+def test_a_slot_refuses_a_shape_that_is_no_tuple_of_lengths(shape: Any) -> None:
+    with refused(TypeError, "Slot.shape", "tuple", repr(shape)):
+        Slot(shape)
+
+
+def test_a_slot_takes_every_kind_of_whole_number() -> None:
+    assert Slot((np.int64(3), 2)).allocate(2, torch.float32, torch.device("cpu")).shape == (2, 3, 2)
+    assert Slot(torch.Size([3])).shape == (3,)

@@ -281,7 +281,10 @@ def _mixes(case: StageCase) -> str | None:
     traits = case.component.cached_traits()
     if traits.signals:
         return "it asks for signals, whose entries have places"
-    return None if traits.entrywise else "it does not say that it is entry-wise"
+    return None if traits.entrywise else (
+        "only for stages that update each entry by its own gradients alone, and say so by traits() with "
+        "Traits(entrywise=True)"
+    )
 
 
 def slots_follow_their_frame_when_signs_change(case: StageCase) -> None:
