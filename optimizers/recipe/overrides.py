@@ -137,7 +137,7 @@ def _parent(node: Any, parts: list[str], path: str) -> Any:
     for depth, part in enumerate(parts[:-1]):
         inner = _child(node, part)
         if inner is None:
-            raise RecipeError(f"{path}: {_missing(node, part, '.'.join(parts[:depth]))}")
+            raise RecipeError(f"{path}: {_missing(node, parts[depth:], '.'.join(parts[:depth]))}")
         if isinstance(inner, str) and any(inner in family.members for family in families().values()):
             inner = {"kind": inner}  # a bare kind becomes a mapping, so that its fields can be set
             node[_position(node, part) if isinstance(node, list) else part] = inner
@@ -154,7 +154,7 @@ def _remove(node: Any, parts: list[str], path: str) -> None:
     elif isinstance(node, dict) and last in node:
         del node[last]
     else:
-        raise RecipeError(f"~{path}: {_missing(node, last, '.'.join(parts[:-1]))}")
+        raise RecipeError(f"~{path}: {_missing(node, [last], '.'.join(parts[:-1]))}")
 
 
 def _assign(node: Any, parts: list[str], value: Any, path: str) -> None:
@@ -163,7 +163,7 @@ def _assign(node: Any, parts: list[str], value: Any, path: str) -> None:
     if isinstance(node, list):
         position = _position(node, last)
         if position is None:
-            raise RecipeError(f"{path}: {_missing(node, last, '.'.join(parts[:-1]))}")
+            raise RecipeError(f"{path}: {_missing(node, [last], '.'.join(parts[:-1]))}")
         node[position] = value
     elif not isinstance(node, dict):
         raise RecipeError(f"{path}: '{'.'.join(parts[:-1])}' is the value {node!r} and has no fields")
@@ -194,7 +194,15 @@ def _position(stages: list[Any], name: str) -> int | None:
     return found[0] if found else None
 
 
-def _missing(node: Any, part: str, where: str) -> str:
+def _missing(node: Any, parts: list[str], where: str) -> str:
+    """Return the text of the error about a path whose names `parts` do not exist below a node.
+
+    It suggests the only path below the node that has all of these names, or else the first of them. At the top level
+    it suggests one of several paths that have the first name.
+
+    where: dotted path of the node.
+    """
+    part = parts[0]
     if isinstance(node, list):
         known = [name for name in map(stage_name, node) if name]
     elif isinstance(node, dict):
@@ -203,11 +211,22 @@ def _missing(node: Any, part: str, where: str) -> str:
         known = list(node)
     else:
         return f"'{where}' is the value {node!r} and has no fields"
-    near = [] if where else [path for path, _ in flatten(node) if f".{part}." in f".{path}."][:1]
-    first = (path[: path.index(part) + len(part)] for path in near)
+    below = [path for path, _ in flatten(node, where)]
+    first = next((found for names in (parts, [part]) if len(found := _with_names(below, names, where)) == 1), [])
+    first = first or ([] if where else _with_names(below, [part], where))
     hint = did_you_mean(part, known, first=first, separator="; ")
     place = f"'{where}'" if where else "the top level"
     return f"there is no '{part}' in {place}, which has {', '.join(known) or 'nothing'}{hint}"
+
+
+def _with_names(paths: Iterable[str], names: list[str], where: str) -> list[str]:
+    """Return the beginnings of paths that end with some names in a row, each once.
+
+    where: beginning of all paths, in which the names do not count.
+    """
+    wanted, start = f".{'.'.join(names)}.", len(f".{where}") if where else 0
+    places = ((path, f".{path}.".find(wanted, start)) for path in paths)
+    return list(dict.fromkeys(path[: place + len(wanted) - 2] for path, place in places if place >= 0))
 
 
 def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:

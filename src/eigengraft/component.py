@@ -121,6 +121,7 @@ _HIDDEN = frozenset(dir(BaseModel)) | {
     "members",
     "family_name",
     "elsewhere",
+    "loader_fields",
     "if_missing",
     "kind_advice",
     "number",
@@ -161,6 +162,8 @@ class Component(BaseModel, metaclass=ComponentType):
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """For errors: {name of a field: advice} for fields that users look for in this component although they belong
     elsewhere. The key "." has the advice for any unknown field whose name is a dotted path."""
+    loader_fields: ClassVar[tuple[str, ...]] = ()
+    """For errors: names that a mapping or file may have beside the fields, because a loader replaces them."""
     if_missing: ClassVar[Mapping[str, str]] = {}
     """For errors: {name of a required field: advice} for fields that users expect to be inherited."""
 
@@ -686,7 +689,7 @@ def _field_names(cls: type[Component]) -> list[str]:
 
 
 def _advice(cls: type[Component], name: str) -> str:
-    known = _field_names(cls)
+    known = [*cls.loader_fields, *_field_names(cls)]
     if where := cls.elsewhere.get("." if "." in name else name):
         return f"; {where}"
     meant = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else _inside(cls, name)

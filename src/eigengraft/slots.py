@@ -148,8 +148,9 @@ class Slot:
     step_size: bool = False
 
     def __post_init__(self) -> None:
-        """Raise TypeError for a shape that is no tuple of whole numbers, and ValueError for an unknown role or frame."""
-        sizes = self.shape if isinstance(self.shape, tuple) else (None,)
+        """Raise TypeError for a shape that is no tuple of lengths, and ValueError for an unknown role or frame."""
+        shape: object = self.shape
+        sizes = shape if isinstance(shape, tuple) else (None,)
         if not all(isinstance(size, (int, np.integer, torch.SymInt)) for size in sizes):
             fault = "a tuple with the length of each axis is required, such as block, (block[0],), or () for one number"
             raise TypeError(f"Slot.shape: {fault}; got {self.shape!r}")

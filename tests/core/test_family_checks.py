@@ -500,6 +500,10 @@ ENCODE: dict[str, Callable[[Tensor], Any]] = {
     "last two axes": lambda x: eighth(x, x.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30)),
     "rounded down": lambda x: eighth(x, largest(x), torch.floor, 120),
     "rounded toward 0": lambda x: eighth(x, largest(x), torch.trunc, 120),
+    "too large for int8": lambda x: eighth(x, largest(x), size=128),
+    "no room for a sign": lambda x: {**eighth(x, largest(x)), "codes": (9 * x / x.abs().max()).to(torch.uint8)},
+    "no sign": lambda x: eighth(x.abs(), largest(x)),
+    "another scale": lambda x: eighth(x, largest(x), size=40),
     "one scale": lambda x: {"halves": x.half(), "scale": x.abs().max()},
     "in place": lambda x: {"halves": x.mul_(0.99).half()},
     "item": lambda x: {"halves": (x / max(x.abs().max().item(), 1.0)).half()},
@@ -545,6 +549,10 @@ class WrongQuantizer(Quantizer):
         ("last two axes", ("shape ()", "`unsupported`", "IndexError", HERE)),
         ("rounded down", ("mean error", "0.6", "encode()")),
         ("rounded toward 0", ("mean error", "0.6", "sign", "encode()")),
+        ("too large for int8", ("relative error", "torch.int8", HERE, "clamp")),
+        ("no room for a sign", ("relative error", "torch.uint8", HERE, "clamp")),
+        ("no sign", ("relative error", "sign")),
+        ("another scale", ("relative error", "decode()", "encode()")),
     ],
 )
 def test_mistakes_in_quantizers(fault: str, says: tuple[object, ...]) -> None:

@@ -13,7 +13,7 @@ CALLS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("compose('soap', model, weight_decay='x')", ("weight_decay", "x")),
     ("compose('SOAP', model)", ("SOAP", "soap")),
     ("compose('Adam', model)", ("adam",)),
-    ("compose('soap', model, overrides={'refresh.steps': 1})", ("update.eigenbasis.refresh",)),
+    ("compose('soap', model, overrides={'refresh.steps': 1})", ("update.eigenbasis.refresh.steps",)),
     ("compose('soap', model, overrides={'update.eigenbasis.refresh.steps': '1'})", ("1",)),
     ("compose('adamw', model.state_dict())", ("Tensors", "str")),
     ("compose('soap', nn.Sequential())", ("compose",)),

@@ -103,7 +103,7 @@ RECIPES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("{update: [{kind: momentum, beta: {start: 0.9, end: 1}}]}", ("update.momentum.beta",)),
     ("{update: [{kind: momentum, beta: {from: 0.9, to: 0.99}}]}", ("update.momentum.beta",)),
     ("{base: soap, set: 3}", ("set", 3)),
-    ("{base: soap, set: {refresh.steps: 1}}", ("refresh", "update.eigenbasis.refresh")),
+    ("{base: soap, set: {refresh.steps: 1}}", ("refresh", "update.eigenbasis.refresh.steps")),
     (
         "{base: saop}",
         ("base", "saop", "soap"),
@@ -205,4 +205,8 @@ RECIPES: tuple[tuple[str, tuple[object, ...]], ...] = (
         "{update: sign, routes: [{name: a, lr_multiplier: 3}]}",
         ("routes.a.update", "does not inherit", "update: *main"),
     ),
+    # names that a recipe has beside its fields
+    ("{base: soap, sets: {update.eigenbasis.refresh.steps: 3}}", ("sets", "'set'")),
+    ("{base: soap, xyz: 3}", ("xyz", "base", "set")),
+    ("{bse: soap}", ("bse", "'base'")),
 )

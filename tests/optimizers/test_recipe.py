@@ -22,7 +22,7 @@ from eigengraft.preconditioners import RMS, Chain, Eigenbasis, Every, Gram, Mome
 
 from ..json_schemas import CHECKED, NOTES, keywords, violations
 from ..recipes import COVER, EVERY, SHIPPED, plain, stage_kinds
-from ..refusals import refused
+from ..refusals import check_said, refused
 
 SOAP = """
 name: mine
@@ -307,6 +307,24 @@ def test_wrong_overrides(override: str, says: tuple[object, ...]) -> None:
         load_recipe("soap_fitted", [override])
     with refused(RecipeError, *says):
         eigengraft.compose("soap_fitted", model(), overrides=[override])
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("update.momentum.beta", "'update.eigenbasis.inner.momentum.beta'"),
+        ("update.eigenbasis.momentum.beta", "'update.eigenbasis.inner.momentum.beta'"),
+        ("inner.momentum.beta", "'update.eigenbasis.inner.momentum.beta'"),
+        ("~update.momentum", "'update.eigenbasis.inner.momentum'"),
+        ("update.momentum.steps", "'update.eigenbasis.inner.momentum'"),  # the stage has no such field
+        ("update.steps.x", None),  # several parts have steps
+    ],
+)
+def test_a_path_without_a_level_is_answered_with_the_only_one_that_ends_so(path: str, meant: str | None) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe({"base": "soap", "averaging": "ema"}, [path if path.startswith("~") else f"{path}=1"])
+    check_said(str(caught.value), *([meant] if meant else []), kind="RecipeError")
+    assert meant or "did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

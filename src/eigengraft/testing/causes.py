@@ -75,6 +75,7 @@ class OperationWatch(TorchDispatchMode):
         may depend on the index of a block.
     writes: in-place operations on the watched inputs, with the name of the input.
     casts: conversions of nan or inf to integers, whose result differs between devices.
+    overflows: conversions to integers of finite numbers that are outside of the range of the integers.
     """
 
     def __init__(self, component: Component, blocks: int = 0, inputs: Mapping[str, Tensor] | None = None) -> None:
@@ -90,6 +91,7 @@ class OperationWatch(TorchDispatchMode):
         self.inputs = {tensor.untyped_storage()._cdata: name for name, tensor in (inputs or {}).items()}
         self.global_draws, self.draws, self.mixes = list[str](), list[str](), list[str]()
         self.places, self.writes, self.casts = list[str](), list[str](), list[str]()
+        self.overflows = list[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -104,6 +106,8 @@ class OperationWatch(TorchDispatchMode):
             given = args[name == "copy_"]
             if given.is_floating_point() and not bool(given.isfinite().all()):
                 self._record(self.casts, f"a cast to {result.dtype}")
+            elif given.numel() and not _fits(given, result.dtype):
+                self._record(self.overflows, f"a cast to {result.dtype}")
         if torch.Tag.nondeterministic_seeded in func.tags:
             own = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
             self._record(self.draws if own else self.global_draws, f"`{name}`")
@@ -178,6 +182,23 @@ def stack_cause(component: Component, run: Callable[[], object]) -> str:
 
 def _is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _fits(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if all numbers of a tensor that is not empty are in the range of an integer dtype."""
+    known = torch.iinfo(dtype)
+    return x.dtype == dtype or (known.min <= float(x.min()) and float(x.max()) < known.max + 1)
+
+
+def overflow_cause(component: Component, run: Callable[[], object]) -> str:
+    """Return the line at which a component converts numbers to integers that are too small for them, in parentheses;
+    "" if there is none.
+
+    run: function that runs the component.
+    """
+    found = _watched(OperationWatch(component), run).overflows
+    text = "receives numbers outside of its range, which change there; clamp them before"
+    return f" ({found[0]} {text})" if found else ""
 
 
 def casts_of_nan(component: Component, run: Callable[[], object]) -> list[str]:

@@ -12,7 +12,7 @@ from eigengraft.quantization import Quantizer
 from eigengraft.slots import Encoded, Role, Slot, Uniform
 
 from .accelerator import accelerator
-from .causes import WATCHED_BLOCKS, casts_of_nan, stack_cause, write_cause
+from .causes import WATCHED_BLOCKS, casts_of_nan, overflow_cause, stack_cause, write_cause
 from .device_laws import require_no_waits, without_accelerator
 from .laws import Case, Law, LawError, broken, in_parentheses, require, require_close, the_declaration_survives
 from .samples import standard_normal
@@ -245,15 +245,31 @@ def numbers_come_back_nearly(case: QuantizerCase) -> None:
     z = case.component.decode(case.component.encode(y), slot, _FLOAT32)
     size = x.flatten(1).norm(dim=1)
     first, second = ((after - before).flatten(1).norm(dim=1) / size for before, after in ((x, y), (y, z)))
-    require(first.max() <= 0.5, "the relative error of a decoded block", "at most 0.5", f"{float(first.max()):.2g}")
-    worst = int((second - 0.75 * first).argmax())
+    if not (worst := float(first.max())) <= 0.5:
+        cause = _cause_of_errors(case, x, y)
+        raise broken("the relative error of a decoded block", "at most 0.5", f"{worst:.2g}", cause)
+    place = int((second - 0.75 * first).argmax())
     require(
-        second[worst] <= 0.75 * first[worst] + 1e-5,
+        second[place] <= 0.75 * first[place] + 1e-5,
         "the relative error of a decoded block that is coded again",
-        f"at most 3/4 of the first error, {float(0.75 * first[worst]):.2g}",
-        f"{float(second[worst]):.2g}",
-        in_parentheses("does decode() multiply by the number by which encode() divides?"),
+        f"at most 3/4 of the first error, {float(0.75 * first[place]):.2g}",
+        f"{float(second[place]):.2g}",
+        in_parentheses(_OTHER_SCALE),
     )
+
+
+_OTHER_SCALE = "does decode() multiply by the number by which encode() divides?"
+
+
+def _cause_of_errors(case: QuantizerCase, x: Tensor, y: Tensor) -> str:
+    """Return the probable reason why decoded numbers y are far from x, in parentheses; "" if none is found."""
+    if cause := overflow_cause(case.component, lambda: case.component.encode(x)):
+        return cause
+    near = 0.5 * x.norm()
+    if (y.abs() - x.abs()).norm() <= near:
+        return in_parentheses("sizes come back, but not signs; do encode() and decode() keep the sign?")
+    scaled = y * ((x * y).sum() / y.square().sum().clamp_min(1e-30))
+    return in_parentheses(_OTHER_SCALE) if (scaled - x).norm() <= near else ""
 
 
 def errors_have_no_common_sign(case: QuantizerCase) -> None:
@@ -284,7 +300,9 @@ def draws_average_out(case: QuantizerCase) -> None:
     ys = torch.stack([case.component.decode(own, slot, _FLOAT32) for own in parts])
     one, mean = float((ys - x).square().flatten(1).sum(1).mean().sqrt()), float((ys.mean(0) - x).norm())
     what = "the error of the mean of 32 stochastic roundings"
-    require(mean <= 0.75 * one, what, f"at most {0.75 * one:.2g}, 3/4 of the error of one", f"{mean:.2g}")
+    if not mean <= 0.75 * one:
+        cause = overflow_cause(case.component, lambda: case.component.encode(x, None, _draws(0)))
+        raise broken(what, f"at most {0.75 * one:.2g}, 3/4 of the error of one", f"{mean:.2g}", cause)
 
 
 def _draws(seed: int) -> Uniform:

@@ -331,13 +331,13 @@ def _treated(solver: RootSolver, values: Tensor) -> Tensor:
     """Return `regularized(values)`. Raise a LawError unless it has one number of at least 0 for each eigenvalue, and
     keeps their order.
     """
-    found = solver.regularized(values)
+    found, what = solver.regularized(values), "regularized() of positive eigenvalues"
     require(found.shape == values.shape, "regularized(), shape", f"{list(values.shape)}", list(found.shape))
     fine = bool(found.isfinite().all()) and bool((found >= 0).all())
-    require(fine, "regularized() of positive eigenvalues", "finite numbers of at least 0", found.tolist())
+    require(fine, what, "finite numbers of at least 0", found.tolist())
     ordered = found.gather(1, values.argsort(1)).diff(dim=1)
     fine = bool((ordered >= -ROUNDING * found.amax(1, keepdim=True)).all()) and bool((found.amax(1) > 0).all())
-    require(fine, "regularized() of positive eigenvalues", "numbers in the same order, not all of them 0", found.tolist())
+    require(fine, what, "numbers in the same order, not all of them 0", found.tolist())
     return found
 
 

@@ -281,10 +281,10 @@ def _mixes(case: StageCase) -> str | None:
     traits = case.component.cached_traits()
     if traits.signals:
         return "it asks for signals, whose entries have places"
-    return None if traits.entrywise else (
-        "only for stages that update each entry by its own gradients alone, and say so by traits() with "
-        "Traits(entrywise=True)"
-    )
+    return None if traits.entrywise else _ENTRYWISE
+
+
+_ENTRYWISE = "only stages that update each entry by its own gradients, and declare Traits(entrywise=True), need it"
 
 
 def slots_follow_their_frame_when_signs_change(case: StageCase) -> None:
