@@ -312,6 +312,48 @@ def test_a_fault_of_loss_or_data_breaks_a_law(fault: Any, says: tuple[str, ...])
     assert "expected nan" not in str(caught.value) and "Metrics(" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x: x.zero_(), ("entries", "0", "load()")),
+        (lambda x: x.copy_(torch.arange(6.0).expand_as(x)), ("rows", "load()")),
+    ],
+)
+def test_inputs_that_are_all_equal_are_the_cause_of_equal_batches(
+    change: Callable[[Tensor], Tensor], says: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Net.load
+
+    def changed(task: Net) -> Dataset:
+        data = load(task)
+        change(data.train.inputs)  # type: ignore[attr-defined]
+        return data
+
+    monkeypatch.setattr(Net, "load", changed)
+    with refused(LawError, "task.net", "inputs", "the cause is not the seed", *says):
+        check_task(Net())
+
+
+@pytest.mark.parametrize(
+    ("factor", "column"), [(1.0, ""), (65_000.0, "column 1 (income)"), (100.0, "column 1 (income)")]
+)
+def test_check_task_notes_columns_that_are_not_normalized(
+    factor: float, column: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Net.load
+
+    def scaled(task: Net) -> Dataset:
+        data = load(task)
+        data.train.inputs[:, 1] *= factor  # type: ignore[attr-defined]
+        data.columns = ("age", "income", "a", "b", "c", "d")
+        return data
+
+    monkeypatch.setattr(Net, "load", scaled)
+    report = check_task(Net())
+    assert [column in note for note in report.notes] == [True] * bool(column)
+    assert ("note: " in str(report)) == bool(column)
+
+
 def test_a_number_that_is_not_finite_breaks_no_law_of_equal_batches() -> None:
     with refused(LawError, "batch(0, 7)", "step 8 of a run", "row 1 of 8", "the data are finite") as caught:
         check_task(Net(fault="nan"))

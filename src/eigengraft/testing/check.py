@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from eigengraft.blocking.views import View
@@ -284,7 +285,7 @@ def check_task(task: Task) -> LawReport:
         task: the task. The data of the task are read and the model is built several times, so both should be small.
 
     Returns:
-        A report of the laws that hold and of the laws that do not apply.
+        A report of the laws that hold and of the laws that do not apply, with a note if inputs are not normalized.
 
     Raises:
         LawError: laws are broken. The message names all broken laws.
@@ -292,9 +293,10 @@ def check_task(task: Task) -> LawReport:
     """
     from eigengraft.experiments.tasks import Task
 
-    from .task_laws import TASK_LAWS
+    from .task_laws import TASK_LAWS, input_notes
 
-    return _check("check_task", Task, Case(task), TASK_LAWS)
+    report = _check("check_task", Task, Case(task), TASK_LAWS)
+    return replace(report, notes=tuple(input_notes(task)))
 
 
 def _check(who: str, kinds: type | tuple[type, ...], case: AnyCase, laws: Iterable[Law[AnyCase]]) -> LawReport:

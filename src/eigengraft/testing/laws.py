@@ -117,15 +117,18 @@ class LawReport:
     who: name of the component.
     held: names of the laws that the component satisfies.
     skipped: laws that do not apply to the component, with the reason.
+    notes: sentences about other things that may be faults.
     """
 
     who: str
     held: tuple[str, ...]
     skipped: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.who}: {len(self.held)} laws hold", *(f"  {law}" for law in self.held)]
-        return "\n".join([*lines, *(f"  not checked: {law} ({reason})" for law, reason in self.skipped.items())])
+        lines += [f"  not checked: {law} ({reason})" for law, reason in self.skipped.items()]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
 def check(case: AnyCase, laws: Iterable[Law[AnyCase]]) -> LawReport:

@@ -64,8 +64,13 @@ def batches_are_a_pure_function_of_seed_and_step(case: Case[Task]) -> None:
     same = _equal(first.batch(3, 7), first.batch(3, 7))
     require(same, "batch(3, 7), requested twice", "the same batch", "another")
     one = first.batch(3, 7).inputs
-    require(not _same(one, first.batch(4, 7).inputs), "the batch of another seed", "another", "the same")
-    require(not _same(one, first.batch(3, 8).inputs), "the batch of another step", "another", "the same")
+    for name, other in (("seed", first.batch(4, 7)), ("step", first.batch(3, 8))):
+        cause = f"does batch() use the {name}?"
+        if bool((one == one[:1]).all()):
+            value = f"all entries are {one.flatten()[0]:g}" if _is_constant(one) else "all rows are equal"
+            cause = f"the cause is not the {name}: {value} in its inputs; does load() fill them with the data?"
+        different = not _same(one, other.inputs)
+        require(different, f"the inputs of the batch of another {name}", "others", "the same", in_parentheses(cause))
 
 
 def the_data_are_finite(case: Case[Task]) -> None:
@@ -272,6 +277,10 @@ def _require_finite(loss: float, batch: str) -> None:
     require(math.isfinite(loss), f"the loss of {batch}", "a finite number", loss)
 
 
+def _is_constant(x: Tensor) -> bool:
+    return x.numel() > 0 and bool((x == x.flatten()[0]).all())
+
+
 def _equal(one: Batch, two: Batch) -> bool:
     return _same(one.inputs, two.inputs) and _same(one.targets, two.targets)
 
@@ -281,6 +290,19 @@ def _same(one: Tensor, two: Tensor) -> bool:
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     return bool(((one == two) | (one.isnan() & two.isnan())).all())
+
+
+def input_notes(task: Task) -> Iterator[str]:
+    """Yield a sentence about inputs of the first batch that are not normalized, by the rules of the doctor.
+
+    It is no law, because a model may normalize its inputs itself.
+    """
+    from eigengraft.experiments.doctor import _uneven, _unscaled
+
+    data = task.load()
+    inputs = data.batch(0, 0).inputs
+    if text := _unscaled(inputs, data.columns) or _uneven(inputs, data.columns)[0]:
+        yield f"{text}; normalize them in load(), unless the model does"
 
 
 TASK_LAWS: tuple[Law[Case[Task]], ...] = (
