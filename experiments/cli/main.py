@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +21,7 @@ from typer.core import TyperGroup
 
 import eigengraft
 from eigengraft.component import is_unknown_kind
-from eigengraft.errors import ArgumentError, RecipeError, hide_installed_lines, with_notes
+from eigengraft.errors import ArgumentError, RecipeError, hide_installed_lines, near_names, with_notes
 
 from ..files import short_name
 from . import bench, catalog, exports, papers, plan, study
@@ -38,6 +40,7 @@ class Commands(TyperGroup):
     """A group of commands. An error that a user can repair is printed as one message, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
+        given = [*getattr(ctx, "_protected_args", ()), *ctx.args]  # the command and its arguments, which are used up
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
@@ -47,7 +50,7 @@ class Commands(TyperGroup):
         except BrokenPipeError:  # the reader has closed the pipe, which is not an error
             raise
         except Exception as error:
-            self._describe_option(ctx, error)
+            self._describe_option(ctx, error, given)
             if isinstance(error, ModuleNotFoundError) and error.name in _OPTIONAL and not ctx.params.get("debug"):
                 command = ctx.invoked_subcommand
                 print_error("error", f"{command}: {error.name} is not installed; run `pip install {error.name}`")
@@ -59,15 +62,18 @@ class Commands(TyperGroup):
             print_error("error", "\n".join([text, *hint]))
             raise typer.Exit(2) from None
 
-    def _describe_option(self, ctx: Any, error: Any) -> None:
+    def _describe_option(self, ctx: Any, error: Any, given: Sequence[str]) -> None:
         """Rewrite the message of an error about an option, and leave all other errors as they are.
 
         If a value is wrong, the message has the value. If an option lacks its value, the message says what the value
-        means. If the command has no such option, the message names the commands that have it, or says how a setting is
-        given. An error about a missing value or option is recognized by its attribute `option_name`, because typer does
-        not export its class.
+        means. If the command has no such option, the message has the setting that is meant, names the commands that
+        have the option, or says how a setting is given. An error about a missing value or option is recognized by its
+        attribute `option_name`, because typer does not export its class.
+
+        given: the command and its arguments.
         """
         if isinstance(cause := error.__cause__, ValidationError) and hasattr(error, "param"):
+            error.message = error.message.replace("Value error, ", "")
             given = str(cause.errors()[0]["input"])
             error.message += f", got {given}" if given not in error.message else ""
         name, command = getattr(error, "option_name", None), self.commands.get(ctx.invoked_subcommand)
@@ -77,10 +83,13 @@ class Commands(TyperGroup):
         if option is not None and getattr(option, "help", None):
             value = option.metavar or str(option.type.name).upper()
             error.message = f"{name}: its value {value} is missing; {option.help}"
+        elif option is None and command is not None and (setting := _meant_setting(command, name, given)):
+            error.message = f"there is no option {name}; settings have no dashes, did you mean {setting}?"
+            error.possibilities = None
         elif option is None:
             others = [key for key, own in self.commands.items() if any(name in one.opts for one in own.params)]
             known = f"{name} is an option of {', '.join(others)}, not of {ctx.invoked_subcommand}"
-            example = "lr" if others else str(name).lstrip("-")
+            example = "lr" if others else str(name).lstrip("-").replace("-", "_")
             settings = f"; settings have no dashes, as in {example}=VALUE" if self._has_option(ctx, "overrides") else ""
             error.message = f"{known if others else f'there is no option {name}'}{settings}"
 
@@ -88,6 +97,39 @@ class Commands(TyperGroup):
         """Return True if the command that runs has an argument or option of this name."""
         command = self.commands.get(ctx.invoked_subcommand)
         return command is not None and any(one.name == name for one in command.params)
+
+
+def _meant_setting(command: Any, name: str, given: Sequence[str]) -> str:
+    """Return the override that a user means who writes a setting as an option, such as seed=3 for --sed 3.
+
+    Return "" if the option has no value, if the command takes no overrides, or if no field of its declaration is nearer
+    than its options. Only for an option with a value the fields are read, because that imports torch.
+
+    name: the unknown option.
+    given: the command and its arguments.
+    """
+    written = [*given, *((text.partition("=")[2]) for text in given if text.startswith(f"{name}="))]
+    place = written.index(name) + 1 if name in written else len(given)
+    value = next(iter(written[place:]), "")
+    if not value or re.match(r"-(?![.\d])", value) or all(one.name != "overrides" for one in command.params):
+        return ""
+    first, dot, rest = name.lstrip("-").replace("-", "_").partition(".")
+    fields = _settings_of(given[0])
+    options = [text.lstrip("-") for one in command.params for text in one.opts if text.startswith("--")]
+    meant = first if first in fields else next(iter(near_names(first, [*options, *fields])), "")
+    return f"{meant}{dot}{rest}={value}" if meant in fields else ""
+
+
+def _settings_of(command: str) -> list[str]:
+    """Return the names of the fields of the declaration that a command changes by overrides."""
+    if command in ("show", "plan"):
+        return [*eigengraft.Recipe.model_fields]
+    from ..studies.study import Study
+    from ..training.experiment import Experiment
+
+    fields = {"train": [*Experiment.model_fields], "demo": [*Study.model_fields]}
+    fields["ablate"] = fields["demo"] + fields["train"]
+    return fields.get(command, [])
 
 
 _OPTIONAL = ("matplotlib", "jinja2", "pandas", "scipy")

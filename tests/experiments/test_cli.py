@@ -689,7 +689,7 @@ WRONG = {
     "value of the wrong type": (["train", "exp.yaml", "steps=many"], ("steps", "many")),
     "an option of another command": (["train", "exp.yaml", "--dry-run"], ("--dry-run", "ablate", "train")),
     "Python code as an experiment": (["train", str(Path(__file__))], ("test_cli.py", "imports")),
-    "a setting as an option": (["train", "exp.yaml", "--steps", "10"], ("steps=VALUE",)),
+    "a setting as an option": (["train", "exp.yaml", "--steps", "10"], ("steps=10",)),
     "a field of a stage": (["train", "exp.yaml", "betas=0.9"], ("betas", "update.rms.beta=0.99")),
     "several values": (["train", "exp.yaml", "lr=1e-3,1e-2"], ("eigengraft ablate exp.yaml lr=1e-3,1e-2",)),
     "value out of range": (["train", "exp.yaml", "lr=-1"], ("lr", 0, -1)),

@@ -86,4 +86,19 @@ COMMAND_LINES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("bench roots --from nothing.pt", ("checkpoint", "nothing.pt")),
     ("plan llama-7b", ("model", "llama-7b", "llama-70b")),
     ("schema recipes", ("recipes", "recipe", "experiment", "study")),
+    # settings as options
+    ("train exp.yaml --sed 3", ("--sed", "seed=3")),
+    ("train exp.yaml --seed=3", ("--seed", "seed=3")),
+    ("train exp.yaml --lr -0.1", ("lr=-0.1",)),
+    ("train exp.yaml --seed", ("--seed", "lr=VALUE")),
+    ("train exp.yaml --weight-decay 0.1", ("weight_decay=0.1",)),
+    ("train exp.yaml --task.width 48", ("task.width=48",)),
+    ("ablate study.yaml --sedes 0,1", ("seeds=0,1",)),
+    ("show soap --lr 0.1", ("lr=0.1",)),
+    ("train exp.yaml --ot x", ("--ot", "--out")),
+    # choices
+    ("report planned --log q", ("--log", "q", "auto", "none", "x", "y", "xy")),
+    ("list recipes --sort q", ("--sort", "q", "steps", "time", "state", "ms")),
+    ("plan digits --dtype q", ("--dtype", "q", "float32", "bfloat16", "float16", "float64")),
+    ("plan digits --parallel q", ("--parallel", "q", "ddp", "fsdp2", "hsdp")),
 )
