@@ -1,9 +1,9 @@
 """Options of other libraries as overrides of a recipe, for errors about unknown options.
 
-`meant_overrides` translates options of torch's optimizers. `translated` also knows the options of SOAP and Distributed
-Shampoo as their authors' code has them, because one of these options can set several fields: betas[1] of SOAP is also
-the decay of the factor matrices, and betas[1] of Distributed Shampoo is not the decay of its grafting. An option whose
-meaning for the recipe is not certain has no translation.
+`meant_overrides` translates options of torch's optimizers. `translated` also knows the options of Muon, SOAP and
+Distributed Shampoo as their authors' code has them, because one of these options can set several fields: betas[1] of
+SOAP is also the decay of the factor matrices, and betas[1] of Distributed Shampoo is not the decay of its grafting. An
+option whose meaning for the recipe is not certain has no translation.
 
 docs/from-torch.md shows the same translations, and a test (tests/optimizers/test_other_options.py) compares both.
 """
@@ -18,6 +18,7 @@ from eigengraft.errors import RecipeError
 
 from .recipe.loading import load_recipe
 from .recipe.recipe import Recipe, Route
+from .write.write import Decoupled
 
 _MOMENTS = {
     "momentum": ("first_moment",),
@@ -26,6 +27,11 @@ _MOMENTS = {
     "betas": ("first_moment", "second_moment"),
 }
 """Options of torch's optimizers that are decays of moments, with the roles of the slots that store these moments."""
+_ITERATION = {"ns_steps": "steps", "backend_steps": "steps", "ns_coefficients": "coefficients"}
+"""Options of Muon in torch and in its author's code, with the fields of the solver `newton_schulz` that mean the same.
+"""
+_OFF_IN_SOAP = {"normalize_grads": False, "data_format": "channels_first"}
+"""Options of the authors' SOAP whose default asks for nothing that a recipe of SOAP does not do, with this default."""
 _GRAFTS: Mapping[str, Mapping[str, Any]] = {
     "Adam": {"beta": "beta2", "eps": "epsilon"},
     "RMSprop": {"beta": "beta2", "eps": "epsilon", "bias_correction": False},
@@ -117,12 +123,46 @@ def translated(options: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str
     return found
 
 
+def superfluous(options: Mapping[str, Any], recipe: Recipe) -> list[str]:
+    """Return the options of the authors' SOAP that ask for nothing but what a recipe of SOAP does without them.
+
+    options: all options of the call. A negative `shampoo_beta` means that `betas[1]` is the decay of the factors. With
+        `betas` or `beta2` among the options, `translated` has set this decay.
+    """
+    path, stage = _soap_stage(recipe)
+    if stage is None:
+        return []
+    found = [key for key, value in _OFF_IN_SOAP.items() if key in options and options[key] == value]
+    second = [own for where, own in _stages(recipe) if where.startswith(f"{path}.inner.") and own.kind == "rms"]
+    same = options.keys() & {"betas", "beta2"} or [own.beta for own in second] == [stage.statistic.beta]
+    own_decay = options.get("shampoo_beta")
+    unset = isinstance(own_decay, (int, float)) and own_decay < 0
+    return [*found, *(["shampoo_beta"] if unset and same else [])]
+
+
+def _soap_stage(recipe: Recipe) -> tuple[str, Any]:
+    """Return (path, stage) of the stage `eigenbasis` of a recipe that is SOAP; ("", None) for other recipes."""
+    factored = [(path, stage) for path, stage in _stages(recipe) if "statistic" in type(stage).model_fields]
+    if len(factored) != 1 or ".before." in factored[0][0]:  # with `before`, Shampoo's result is the gradient of Adam
+        return "", None
+    path, stage = factored[0]
+    return (path, stage) if stage.kind == "eigenbasis" and stage.transport != "none" else ("", None)
+
+
 def momentum_path(recipe: Recipe) -> str | None:
     """Return the path of the recipe's field with the decay of the first moment; None if no single field is certain."""
     return next(iter(_overrides("beta1", {"beta1": 0.9}, recipe)), None)
 
 
 def _overrides(key: str, options: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    if key in _ITERATION:
+        solvers = {path: getattr(stage, "solver", None) for path, stage in _stages(recipe)}
+        found_at = [f"{path}.solver" for path, own in solvers.items() if getattr(own, "kind", "") == "newton_schulz"]
+        value = [*options[key]] if isinstance(options[key], tuple) else options[key]
+        return {f"{found_at[0]}.{_ITERATION[key]}": value} if len(found_at) == 1 else {}
+    soap = _soap_stage(recipe)
+    if soap[1] is not None:
+        return _of_soap(key, options, recipe, soap[0])
     factored = [(path, stage) for path, stage in _stages(recipe) if "statistic" in type(stage).model_fields]
     if not factored or ".before." in factored[0][0]:  # in the second case Shampoo's result is the gradient of Adam
         found = [role for _, role in _decays(recipe)]
@@ -130,8 +170,6 @@ def _overrides(key: str, options: Mapping[str, Any], recipe: Recipe) -> dict[str
         certain = not sums and all(found.count(role) == 1 for role in _MOMENTS.get(key, ()))
         return meant_overrides(key, options[key], recipe) if certain or key not in _MOMENTS else {}
     path, stage = factored[0]
-    if len(factored) == 1 and stage.kind == "eigenbasis" and stage.transport != "none":
-        return _of_soap(key, options, recipe, path)
     if len(factored) == 1 and getattr(stage.statistic, "kind", None) == "gram":
         if stage.kind == "shampoo" and any(".graft.after." in own for own, _ in _stages(recipe)):
             return _of_shampoo_in_jax(key, options, recipe, path)
@@ -175,6 +213,11 @@ def _of_soap(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -> d
         # without precondition_1d, merged matrices have a basis and vectors have none, which takes a route
         certain = value is True and options.get("precondition_1d") is True and whole
         return {"blocking": merge, f"{at}.statistic.axes.vectors": True} if certain else {}
+    if key == "normalize_grads":
+        # With bias correction, the code multiplies the normalized update by a factor, for which there is no stage.
+        certain = value is True and options.get("correct_bias") is False and whole and not recipe.after_decay
+        certain = certain and isinstance(recipe.weight_decay, Decoupled)  # then `after_decay` receives the update alone
+        return {"after_decay": [{"kind": "normalize", "rule": "unit_rms"}]} if certain else {}
     found = _same(fields, key, value)
     if key == "correct_bias" and value is False:
         stages = dict(_stages(recipe))

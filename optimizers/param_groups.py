@@ -20,9 +20,9 @@ from eigengraft.errors import did_you_mean, warn_user
 from eigengraft.numerics import fake_mode
 from eigengraft.signals import PARTNER, asking
 
-from .other_options import ON_PAGE, momentum_path, translated
+from .other_options import ON_PAGE, momentum_path, superfluous, translated
 from .recipe.loading import load_recipe
-from .recipe.recipe import Recipe
+from .recipe.recipe import Recipe, Route
 from .recipe.routing import ParamInfo
 from .write.closures import SCALE
 from .write.write import number
@@ -48,6 +48,8 @@ _OPTIONS = ("lr", "weight_decay", "overrides", "checked", "steps", "silence")
 """Options of `compose`. `Optimizer` has all but the last two."""
 _HOW = ("foreach", "fused", "capturable")
 """Options of torch's optimizers that choose how a step is computed."""
+_OF_STAGES = ("betas", "momentum", "eps", "nesterov", "dampening")
+"""Options of torch's optimizers that stages of recipes have."""
 _OFF = {
     "amsgrad": "no stage keeps the largest second moment; leave the option out, or use the recipe 'adopt', which "
     "converges with any decay of second moments",
@@ -82,11 +84,14 @@ def require_options(options: Mapping[str, Any], recipe: Recipe, who: str) -> Non
         return
     found = translated(unknown, recipe)
     meant = {path: value for overrides in found.values() for path, value in overrides.items()}
-    others = [key for key, overrides in found.items() if not overrides]
+    needless = superfluous(unknown, recipe)
+    others = [key for key, overrides in found.items() if not overrides and key not in needless]
     there = others and others[0] in ON_PAGE
     misspelled = others and not there and others[0] not in _elsewhere()
     hint = did_you_mean(others[0], _OPTIONS, first=_other_names(others[0])) if misspelled else ""
     advice = f"; pass overrides={meant}" if meant else ""
+    if needless:
+        advice += f"; leave out {', '.join(needless)}, because the recipe needs nothing in place of this value"
     if others and others[0] in _OPTIONS:
         hint, advice = "", f"{advice}; only `compose` has {others[0]}"
     elif there:
@@ -171,9 +176,10 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[
         known = [name for name in _MEANT if name not in key]
         hint = did_you_mean(key, known, 0.75, _other_names(key))
         if hint or key in _elsewhere():
+            advice = "" if hint else _for_some(key, group[key], recipe)
             raise ValueError(
                 f"param group: '{key}' is not a key of a group{hint} (the keys are params, lr and weight_decay; the "
-                "recipe declares all else)"
+                f"recipe declares all else){advice}"
             )
         why = ": no part of the recipe depends on the peak of the learning rate" if key == "max_lr" else ""
         warn_user(f"param group: '{key}' stays in the group, but has no effect on steps{why}")
@@ -187,6 +193,21 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[
             "parameters to different updates"
         )
     return {key: plain(value) if key in _NUMBERS else value for key, value in group.items() if key not in options}
+
+
+def _for_some(key: str, value: Any, recipe: str) -> str:
+    """Return advice for a param group with an option that a route can have, as the end of an error; "" for others.
+
+    recipe: JSON text of the optimizer's recipe.
+    """
+    meant = {} if key in Recipe.model_fields else translated({key: value}, load_recipe(recipe))[key]
+    if not meant and key not in Route.model_fields and key not in _OF_STAGES:
+        return ""
+    everywhere = f"for all parameters pass overrides={meant}; " if meant else ""
+    return (
+        f"; {everywhere}for some parameters give the recipe a route, whose `match` selects them and whose `update` has "
+        "the stages with other values (docs/guide/routes-and-blocking.md)"
+    )
 
 
 def require_names(group: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

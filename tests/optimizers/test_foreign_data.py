@@ -180,6 +180,25 @@ def test_options_of_other_optimizers_are_refused_in_groups(key: str) -> None:
         Optimizer([{"params": [weight()], key: 0.5}], SIMPLE)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("betas", (0.8, 0.95), ("{'update.momentum.beta': 0.8, 'update.rms.beta': 0.95}", "route")),
+        ("eps", 1e-6, ("{'update.rms.eps': 1e-06}", "route")),
+        ("momentum", 0.8, ("{'update.momentum.beta': 0.8}", "route")),
+        ("update", ["sign"], ("route",)),
+        ("graph", True, ()),
+        ("lambd", 1e-4, ()),
+    ],
+)
+def test_an_option_of_a_group_that_a_route_can_have_is_answered_with_a_route(
+    key: str, value: Any, says: tuple[str, ...]
+) -> None:
+    with refused(ValueError, key, *says) as caught:
+        Optimizer([{"params": [weight()], key: value}], "adamw")
+    assert ("route" in str(caught.value)) == bool(says)
+
+
 @pytest.mark.parametrize("cyclic", [False, True])
 def test_schedulers_of_momentum_are_refused_at_once(cyclic: bool) -> None:
     """torch asks for `momentum` or `betas` in the groups; without them it says so, and nothing has changed."""

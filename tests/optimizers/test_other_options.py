@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import eigengraft
 from eigengraft import Optimizer, RecipeError, load_recipe
-from eigengraft.optimizers.other_options import ON_PAGE, momentum_path, translated
+from eigengraft.optimizers.other_options import ON_PAGE, momentum_path, superfluous, translated
 from eigengraft.optimizers.recipe.loading import parse_yaml
 
 from ..parity.distributed_shampoo import Options, trajectory
@@ -27,7 +27,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from-torch.md").read_text(encoding
 SECTIONS = {text.partition("\n")[0]: text for text in PAGE.split("\n## ")}
 SHAMPOO = "reference/distributed_shampoo"
 CORRECTED = "reference/eigenvalue_corrected_shampoo"
-SHARED = {"betas": (0.81, 0.92), "momentum": 0.8, "beta2": 0.7, "eps": 1e-7, "precondition_frequency": 7}
+SHARED = {"betas": (0.81, 0.92), "momentum": 0.8, "beta2": 0.7, "eps": 1e-7, "precondition_frequency": 7, "ns_steps": 4}
 
 
 def overrides(recipe: str, **options: Any) -> dict[str, Any]:
@@ -61,7 +61,8 @@ def soap(init: Tensor, given: list[Tensor], betas: tuple[float, float], **option
     for t, g in enumerate(given[1:], 1):
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * (p.T @ g @ q) ** 2
         size = 0.01 * math.sqrt(1 - b2**t) / (1 - b1**t) if corrects else 0.01
-        w = w - size * p @ ((p.T @ m @ q) / (v.sqrt() + 1e-6)) @ q.T
+        d = p @ ((p.T @ m @ q) / (v.sqrt() + 1e-6)) @ q.T
+        w = w - size * (d / (1e-30 + d.square().mean().sqrt()) if options.get("normalize_grads") else d)
         left, right = left.lerp(g @ g.T, 1 - decay), right.lerp(g.T @ g, 1 - decay)
         if t % 3 == 0:
             orders = [(x.T @ s @ x).diagonal().argsort(descending=True) for x, s in ((p, left), (q, right))]
@@ -71,7 +72,17 @@ def soap(init: Tensor, given: list[Tensor], betas: tuple[float, float], **option
     return torch.stack(path)
 
 
-@pytest.mark.parametrize("more", [{}, {"shampoo_beta": 0.8}, {"shampoo_beta": -1}, {"correct_bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"shampoo_beta": 0.8},
+        {"shampoo_beta": -1},
+        {"correct_bias": False},
+        {"correct_bias": False, "normalize_grads": True},
+    ],
+    ids=str,
+)
 def test_betas_of_soap_are_decays_of_moments_and_factors(more: dict[str, Any]) -> None:
     options: dict[str, Any] = {"betas": (0.9, 0.99), **more}
     init, given = normal(6, 5, seed=1), [normal(6, 5, seed=10 + t) for t in range(20)]
@@ -183,6 +194,37 @@ def test_an_option_without_certain_meaning_gives_no_overrides() -> None:
         ("reference/soap", {"betas": (0.9, 1.0)}),
     ):
         assert not any(translated(options, load_recipe(name)).values()), name
+
+
+def test_options_that_ask_for_nothing_are_to_be_left_out() -> None:
+    for name, options, expected in (
+        ("reference/soap", {"shampoo_beta": -1}, ["shampoo_beta"]),
+        ("soap", {"shampoo_beta": -1.0, "betas": (0.9, 0.99)}, ["shampoo_beta"]),
+        (
+            "soap_fitted",
+            {"data_format": "channels_first", "normalize_grads": False},
+            ["data_format", "normalize_grads"],
+        ),
+        ("reference/soap", {"shampoo_beta": 0.9, "normalize_grads": True, "data_format": "channels_last"}, []),
+        ("adamw", {"shampoo_beta": -1, "normalize_grads": False}, []),
+    ):
+        found = superfluous(options, load_recipe(name))
+        assert sorted(found) == expected and not any(translated(options, load_recipe(name))[key] for key in found), name
+    other = load_recipe("reference/soap", {"update.eigenbasis.statistic.beta": 0.5})
+    assert superfluous({"shampoo_beta": -1}, other) == []
+    with refused(TypeError, "shampoo_beta") as caught:
+        eigengraft.compose("soap", nn.Linear(3, 2), shampoo_beta=-1)
+    assert "docs/from-torch.md" not in str(caught.value)
+
+
+def test_the_page_and_the_errors_give_the_same_overrides_for_muon() -> None:
+    rows = re.findall(r'^\| `Muon\(hidden, (\w+=[^`]+)\)`[^|]*\| `(\{"[^`]+\})`', PAGE, flags=re.MULTILINE)
+    assert len(rows) == 2
+    for options, expected in rows:
+        for name in ("muon", "reference/muon"):
+            assert overrides(name, **eval(f"dict({options})")) == eval(expected)
+    for name in ("anvil", "adamw", "dion"):  # one triple for each step; no such solver
+        assert not any(translated({"ns_steps": 5}, load_recipe(name)).values()), name
 
 
 @pytest.mark.parametrize("name", eigengraft.shipped_recipes())
