@@ -54,7 +54,8 @@ ON_PAGE = frozenset(
     inv_root_mode inverse_exponent_override inverse_failure_threshold iterate_averaging_config lobpcg_max_iter
     lobpcg_topk_precondition matrix_eps matrix_epsilon max_iterations max_precond_dim max_preconditioner_dim
     merge_dims merge_small_dims_block_size min_lowbit_size momentum moving_average_for_momentum nesterov
-    normalize_grads num_devices_for_pjit num_tolerated_failed_amortized_computations num_trainers_per_group
+    normalize_grads ns_coefficients ns_steps num_devices_for_pjit num_tolerated_failed_amortized_computations
+    num_trainers_per_group
     order peak_lr perturb_before_computation prec_bits prec_compute_steps prec_maxorder precision
     precondition_1d precondition_frequency preconditioner_config preconditioner_partition_spec
     preconditioning_compute_steps precondtioner_type quan_blocksize rank_atol rank_rtol rect_t1 rect_t2
