@@ -187,7 +187,7 @@ def _is_integer(x: Tensor) -> bool:
 def _fits(x: Tensor, dtype: torch.dtype) -> bool:
     """Return True if all numbers of a tensor that is not empty are in the range of an integer dtype."""
     known = torch.iinfo(dtype)
-    return x.dtype == dtype or (known.min <= float(x.min()) and float(x.max()) < known.max + 1)
+    return x.dtype == dtype or (known.min - 1 < float(x.min()) and float(x.max()) < known.max + 1)
 
 
 def overflow_cause(component: Component, run: Callable[[], object]) -> str:
