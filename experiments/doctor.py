@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from eigengraft import Optimizer, load_recipe
 from eigengraft.errors import RecipeError, counted, name_some, near_path
@@ -32,15 +32,14 @@ from eigengraft.optimizers.inspect.table import USUAL
 from eigengraft.optimizers.recipe.routing import describe_model
 
 from .files import files_named, read_object
+from .first_batch import FirstBatch, first_batch, relative_size
 from .reports.records import METRICS, TRAINING_LOSS, Metric, Run, error_line, group_by, read_records
 from .run_log import ends_lost, is_lost, rows_with
-from .tasks import Dataset, Task
-from .tasks.base import IGNORED_CLASS, generator, loss_fault, number_classes, training_labels
+from .tasks.base import generator, number_classes
 from .training.divergence import WORSE, Fault, FaultCause, worse_than_at_first
 from .training.experiment import Experiment, load_experiment
 from .training.outcome import Result
 from .training.rundir import RunDirectory
-from .training.train import isolated_run
 
 LARGE_STEP = 0.3
 """Ratio |update| / |weight| of all layers together at or above which the learning rate counts as too high.
@@ -107,28 +106,10 @@ LEAST_RISEN = 0.1
 """A rise of the loss is reported only if the loss fell before by at least this fraction of the first loss. A smaller
 fall may be noise.
 """
-UNSCALED = 1e3
-"""Ratio of the largest number of one input column to that of a usual column, or to 1 if this is less, above which
-inputs count as not normalized. Pixels from 1 to 255 and standardized columns are far below.
-"""
-UNEVEN = 30
-"""Ratio of the root mean square of one input column to that of a usual column, from which the column is a finding if
-the first loss is large because of it, or the model learned poorly and nothing else was found.
-
-Columns of digits differ by less than 10, and standardized columns by less than 20, even if one row of 32 has a value of
-100. On a table of four classes, a column of ratio 42 lowered the accuracy from 0.92 to 0.54.
-"""
 POOR = 0.9
 """Accuracy at or above which inputs that are not normalized are no finding, because the model learns in spite of them.
 Without an accuracy, the last loss must be at most half of that of a guess.
 """
-LARGE_START = 3
-"""Ratio of the first cross-entropy to that of a uniform guess, above which inputs or initial weights count as too
-large.
-"""
-LARGE_LAYER = 10
-"""Ratio of the initial norm of a matrix to its usual norm, and to that of each other matrix in the same proportion,
-from which the matrix is named as the cause of a large first loss."""
 BEGAN = 100
 """Ratio of a layer's first update, relative to its weights, to that of each other layer, from which the layer is named
 as the one in which a fault began."""
@@ -323,46 +304,6 @@ class Diagnosis:
         return {**asdict(self), "directory": str(self.directory), "notes": list(self.notes)}
 
 
-class FirstBatch(NamedTuple):
-    """Numbers about the first batch of a run, computed with the initial weights of the model.
-
-    loss: loss of the batch.
-    unscaled: a sentence about inputs that are not normalized; "" if they are, or nearly.
-    classes: number of classes of the task; 0 if the task defines a loss of its own.
-    constant: loss of a guess that is the same for each row: uniform among the classes, or else the mean of the targets;
-        infinity if outputs do not have the shape of targets.
-    guess: validation loss that the task reports for a uniform guess among the classes; infinity without classes.
-    fault: a sentence about a loss that does not fit the outputs; "" if none was found.
-    single: a sentence about training labels that are all of one class; "" if there are more classes, or no labels.
-    uneven: a sentence about a column that is much larger than the others; "" if there is none.
-    even_loss: loss of the batch if such columns are divided so that they have the usual size.
-    large_layer: name of the matrix whose initial weights alone make the loss large; "" if there is none.
-    large_text: a clause about this matrix.
-    """
-
-    loss: float
-    unscaled: str
-    classes: int
-    constant: float
-    guess: float
-    fault: str
-    single: str
-    uneven: str
-    even_loss: float
-    large_layer: str
-    large_text: str
-
-    @property
-    def is_large(self) -> bool:
-        """True if the loss is far above that of a uniform guess among the classes."""
-        return self.classes > 1 and self.loss > LARGE_START * self.constant
-
-    @property
-    def is_large_by_columns(self) -> bool:
-        """True if the loss is far above that of a uniform guess only because some columns are larger than others."""
-        return self.is_large and bool(self.uneven) and self.even_loss <= LARGE_START * self.constant
-
-
 @dataclass(frozen=True)
 class Record:
     """The files of a run, and numbers computed from them. The checks of this module compare these numbers.
@@ -408,7 +349,7 @@ class Record:
         if isinstance(self.initial, Exception):
             return self.initial
         try:
-            return _start(*self.initial)
+            return first_batch(*self.initial)
         except Exception as error:  # code of the user may raise any error
             return error
 
@@ -423,7 +364,7 @@ class Record:
         if isinstance(self.initial, Exception):
             return {}
         try:
-            return {name: (min(1.0, _size(p)), p.ndim > 1) for name, p in self.initial[1].named_parameters()}
+            return {name: (min(1.0, relative_size(p)), p.ndim > 1) for name, p in self.initial[1].named_parameters()}
         except Exception:  # parameters without values, as those of lazy layers, have no norm
             return {}
 
@@ -1207,140 +1148,6 @@ def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Findi
     elif start.is_large:
         text = f"the loss before the first step is {start.loss:.3g}, and that of a uniform guess among {start.classes}"
         yield Finding("initialization", 1, start.large_layer, f"{text} is {start.constant:.3g}{start.large_text}")
-
-
-def _start(experiment: Experiment, model: nn.Module) -> FirstBatch:
-    """Compute the outputs and the loss of an experiment's first batch, and return the numbers of a `FirstBatch`.
-
-    model: model of the experiment with its initial weights, which are not changed.
-    """
-    task = experiment.task
-    with isolated_run(experiment), torch.no_grad():
-        data = task.load()
-        inputs, targets = data.batch(experiment.seed, 0)
-        outputs = model(inputs)
-        loss = task.loss(outputs, targets).item()
-        uneven, even = _uneven(inputs, data.columns)
-        even_loss = task.loss(model(even), targets).item() if uneven else loss
-    # The default loss is the cross-entropy, which refuses targets that are no classes.
-    classes = outputs.shape[-1] if type(task).loss is Task.loss else 0
-    constant = math.log(classes) if classes > 1 else _of_mean(task, outputs, targets)
-    guess = task.reported(math.log(classes)) if classes > 1 else math.inf
-    fault = loss_fault(task, outputs, targets)
-    single = _single_class(data, targets) if classes or task.reports_accuracy else ""
-    layer, text = "", ""
-    if classes > 1 and not loss <= LARGE_START * constant:
-        with isolated_run(experiment), torch.no_grad():
-            layer, text = _large_layer(model, lambda outputs: task.loss(outputs, targets).item(), inputs, constant)
-    unscaled = _unscaled(inputs, data.columns)
-    return FirstBatch(loss, unscaled, classes, constant, guess, fault, single, uneven, even_loss, layer, text)
-
-
-def _size(parameter: Tensor) -> float:
-    """Return the norm of a parameter divided by a usual norm. The usual norm is that of `Record.shares`."""
-    norm = float(parameter.detach().double().norm())  # squares of large weights overflow float32
-    return norm / math.sqrt((parameter.shape[0] if parameter.ndim else 1) / 3)
-
-
-def _large_layer(model: nn.Module, loss: Callable[[Any], float], inputs: Any, constant: float) -> tuple[str, str]:
-    """Return the matrix whose initial weights alone make the first loss large, and a clause about it; "" twice if there
-    is no such matrix.
-
-    Its norm is at least LARGE_LAYER times the usual norm, and times that of each other matrix in proportion. With
-    weights of the usual norm, the loss is no longer large.
-
-    loss: function that returns the loss of outputs.
-    constant: loss of a uniform guess.
-    """
-    matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1}
-    sizes = {name: _size(p) for name, p in matrices.items()}
-    name = max(sizes, key=sizes.__getitem__, default="")
-    usual = max([1.0, *(size for layer, size in sizes.items() if layer != name)])
-    if not name or not LARGE_LAYER * usual <= sizes[name] < math.inf:
-        return "", ""
-    scaled = matrices[name] * (usual / sizes[name])
-    try:
-        smaller = loss(torch.func.functional_call(model, {name: scaled}, (inputs,)))
-    except Exception:  # some models, such as compiled ones, take no other weights
-        return "", ""
-    if not smaller <= LARGE_START * constant:
-        return "", ""
-    text = f"; the weights of {name} begin {sizes[name]:.3g} times as large as usual, those of other matrices at most"
-    return name, f"{text} {usual:.3g} times"
-
-
-def _single_class(data: Dataset, targets: Tensor) -> str:
-    """Return a sentence if all training labels are of one class; else "".
-
-    targets: labels of the first batch. Other labels are read only if these are of one class.
-    """
-    if targets.is_floating_point() or not _are_equal(targets[targets != IGNORED_CLASS]):
-        return ""
-    found = training_labels(data)
-    return f"all {len(found)} training labels are of class {int(found[0])}" if _are_equal(found) else ""
-
-
-def _are_equal(labels: Tensor) -> bool:
-    """Return True if there are labels, and all are equal."""
-    return labels.numel() > 0 and bool(labels.min() == labels.max())
-
-
-def _of_mean(task: Task, outputs: Tensor, targets: Tensor) -> float:
-    """Return the loss of outputs that are the mean of the targets; infinity if outputs have another shape."""
-    if outputs.shape != targets.shape or not targets.is_floating_point():
-        return math.inf
-    return task.loss(targets.mean(0, keepdim=True).expand_as(outputs), targets).item()
-
-
-def _unscaled(inputs: Tensor, names: Sequence[str]) -> str:
-    """Return a sentence about inputs that are not normalized. Return "" if they are, or nearly.
-
-    The size of a column is its largest absolute number. Inputs are not normalized if the size of a column exceeds
-    UNSCALED, or UNSCALED times the lower quartile of the sizes of all columns.
-
-    Columns of zeros, such as pixels at an edge, do not count. If inputs have other shapes than [B, columns], such as
-    those of images, all their numbers count as one column.
-
-    names: names of the columns; (): columns are numbered.
-    """
-    if not inputs.is_floating_point() or not inputs.numel():
-        return ""
-    sizes = (inputs if inputs.ndim == 2 else inputs.reshape(-1, 1)).abs().amax(0).float()
-    filled, index = sizes[sizes > 0], int(sizes.argmax())
-    if not len(filled):
-        return ""
-    largest, usual = float(sizes[index]), float(filled.quantile(0.25, interpolation="lower"))
-    if largest <= UNSCALED * min(usual, 1.0):
-        return ""
-    where = f"column {index}{f' ({names[index]})' if index < len(names) else ''} has" if len(sizes) > 1 else "they have"
-    text = f"inputs are not normalized: {where} numbers up to {largest:.3g} in the first batch, and "
-    return text + (
-        f"a quarter of the columns at most {usual:.3g}" if largest > UNSCALED * usual else "numbers near 1 are usual"
-    )
-
-
-def _uneven(inputs: Tensor, names: Sequence[str]) -> tuple[str, Tensor]:
-    """Return a sentence about columns that are much larger than usual columns, and the inputs with these columns
-    divided so that they have the usual size. The sentence is "" if there are none.
-
-    The size of a column is its root mean square. The usual size is the median of these sizes over all columns, each
-    without its entries that are 0, so that columns with few ones are as large as columns of ones. A column is much
-    larger if its size is UNEVEN times the usual size. Inputs of other shapes than [B, columns] have no columns.
-
-    names: names of the columns; (): columns are numbered.
-    """
-    if inputs.ndim != 2 or not inputs.is_floating_point() or not inputs.numel():
-        return "", inputs
-    squares, filled = inputs.double().square().sum(0), (inputs != 0).sum(0)
-    sizes = (squares / len(inputs)).sqrt()
-    others = (squares / filled).sqrt()[filled > 0]
-    usual, index = float(others.median()) if len(others) else math.nan, int(sizes.argmax())
-    if not sizes[index] >= UNEVEN * usual:
-        return "", inputs
-    name = f" ({names[index]})" if index < len(names) else ""
-    text = f"inputs are not normalized: column {index}{name} has a root mean square of {float(sizes[index]):.3g} in the"
-    ratios = (sizes / usual).where(sizes >= UNEVEN * usual, 1.0)
-    return f"{text} first batch, and a usual column {usual:.3g}", (inputs / ratios).to(inputs.dtype)
 
 
 def _learned_poorly(record: Record, start: FirstBatch) -> bool:

@@ -19,14 +19,13 @@ from eigengraft.experiments.doctor import (
     EXPLANATIONS,
     Diagnosis,
     Record,
-    _large_layer,
-    _uneven,
     diagnose,
     diagnose_all,
     diagnose_result,
     diagnose_study,
 )
 from eigengraft.experiments.files import read_object
+from eigengraft.experiments.first_batch import _large_layer, _uneven
 from eigengraft.experiments.reports.records import error_line
 from eigengraft.experiments.studies import running
 from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task, TaskError
