@@ -665,7 +665,7 @@ def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:
     if not tuned and all(run.status(metric) == "missing" for run in runs):
         search = directory / TUNING
         remedy = f"its search may still run, whose runs are in {search}" if search.is_dir() else "run the study first"
-        raise ValueError(f"report: none of the study's runs in {directory} has started ({len(runs)} planned); {remedy}")
+        raise ValueError(f"{directory}: none of the study's runs has started ({len(runs)} planned); {remedy}")
     target = None if study["target"] is None else Target(**study["target"])
     declared = (study["name"], study["description"], metric, manifest["compare"], manifest["baseline"])
     return Records(*declared, runs, tuned, target, study["equal"], tuned_in=study["tuned_in"])
@@ -699,9 +699,7 @@ def _joint(directory: Path) -> Records:
     ]
     found = [place for place in sorted(places) if (place / "config.json").is_file()]
     if not found:
-        raise ValueError(
-            f"report: '{directory}' contains neither a study nor runs; give the directory of a study or of runs"
-        )
+        raise ValueError(f"{directory}: contains neither a study nor runs; give the directory of a study or of runs")
     runs = [_single_run(path, directory) for path in found]
     for run, title in zip(runs, _conditions(runs), strict=True):
         if title:
