@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ WORSE = 1.5
 A cross-entropy that starts at the loss of a uniform guess rises by half only if something is wrong. The noise of small
 batches is far smaller.
 """
+
+HUGE = 1e6
+"""Size of a weight or an input from which a value that is not finite counts as an overflow: a product of two such
+numbers is far above all usual numbers. Weights of models that train are below 1000."""
 
 FaultPlace = Literal["batch", "state", "weight", "loss", "evaluation", "gradient", "error"]
 """The kind of value that went wrong first; "error": no wrong value was detected, but an error ended the run."""
@@ -133,6 +137,13 @@ class Divergence:
     def _of_gradient(self) -> Fault:
         named = ((name, parameter.grad) for name, parameter in self.model.named_parameters())
         name = self._first((name, own) for name, own in named if own is not None)
+        size, largest = self._largest_weight()
+        if name is not None and self.step > 1 and size >= HUGE:  # no usual model begins with such weights
+            text = (
+                f"the loss is finite, but the gradient of {name} is not, and weights have grown: the largest is "
+                f"{size:.3g}, in {largest}; a smaller lr may help"
+            )
+            return Fault("gradient", "learning rate", self.step, name, text)
         if name is not None:
             text = (
                 "the loss is finite, but a gradient could not be used; the first that is not finite is that of "
@@ -156,31 +167,80 @@ class Divergence:
 
     def _of_loss(self, weight: str | None) -> Fault:
         if self.step == 1:
-            what = "a loss" if weight is None else f"the weight {weight}"
-            text = f"{what} that is not finite before the first update; the initial weights or the loss are at fault"
-            in_float32 = None if weight else self._loss_in_float32()
-            if in_float32 is None:
-                return Fault("weight" if weight else "loss", "initialization", 1, weight or "", text)
-            return self._of_precision(in_float32)
+            if weight is not None:
+                text = f"the weight {weight} is not finite before the first update; the initial weights are at fault"
+                return Fault("weight", "initialization", 1, weight, text)
+            in_float32 = self._loss_in_float32()
+            return self._of_first_loss() if in_float32 is None else self._of_precision(in_float32)
         if weight is not None:
             text = f"the weight {weight} is not finite, while the batch is; an update overflowed, a smaller lr may help"
             return Fault("weight", "learning rate", self.step - 1, weight, text)
         in_float32 = self._loss_in_float32()
         if in_float32 is not None:
             return self._of_precision(in_float32)
-        sizes = self.ranks.all_gather(
-            max(
-                (float(local(own).detach().abs().max()), name)
-                for name, own in self.model.named_parameters()
-                if local(own).numel()
-            )
-        )
-        size, name = max(sizes)
+        size, name = self._largest_weight()
         text = (
             "the loss is not finite, while the batch and all weights are; the largest weight is "
             f"{size:.3g}, in {name}; a smaller lr may help"
         )
         return Fault("loss", "learning rate", self.step, name, text)
+
+    def _largest_weight(self) -> tuple[float, str]:
+        """Return the size of the largest weight of all ranks, and the name of its parameter."""
+        sizes = (
+            (float(local(own).detach().abs().max()), name)
+            for name, own in self.model.named_parameters()
+            if local(own).numel()
+        )
+        return max(self.ranks.all_gather(max(sizes, default=(0.0, ""))))
+
+    def _of_first_loss(self) -> Fault:
+        """Return the fault of a loss that is not finite before the first update, while batch and weights are.
+
+        The cause is the model, or the loss function, if all numbers before were below HUGE: then an operation, such as
+        a log of 0, has no finite value. Otherwise the initial weights count as the cause, because numbers overflow.
+        """
+        text = "the loss is not finite before the first update, while the batch and all weights are"
+        layer, seen, largest = ("", "", math.inf) if self.ranks.distributed else self._first_overflow()
+        if largest < HUGE:
+            text += (
+                f"; {seen}; an operation there has no finite value, as a log of 0 or the exponential of a large number"
+            )
+            return Fault("loss", "model", 1, layer, text)
+        text += "; the initial weights or the loss are at fault, or numbers overflow"
+        return Fault("loss", "initialization", 1, "", text)
+
+    def _first_overflow(self) -> tuple[str, str, float]:
+        """Return where numbers stop being finite in a forward pass: the name of the first layer with such outputs,
+        a clause about it, and the largest absolute number before it. The name is "" for the loss or the model itself.
+        """
+        inputs, _ = self.batch.to(self.ranks.device)
+        found, largest = list[tuple[str, str]](), [0.0]
+
+        def watch(name: str, kind: str) -> Callable[[nn.Module, Any, Any], None]:
+            def hook(_: nn.Module, received: Any, outputs: Any) -> None:
+                if not found and isinstance(outputs, Tensor) and outputs.numel():
+                    sizes = [_size(x) for x in received if isinstance(x, Tensor)]
+                    largest[0] = max([largest[0], *filter(math.isfinite, sizes)])
+                    if not math.isfinite(_size(outputs)):
+                        found.append((name, f"the outputs of {name} ({kind}) are the first that are not"))
+
+            return hook
+
+        named = [(name, module) for name, module in self.model.named_modules() if name and not list(module.children())]
+        hooks = [module.register_forward_hook(watch(name, type(module).__name__)) for name, module in named]
+        try:
+            with torch.no_grad():
+                outputs = self.model(inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        largest[0] = max(largest[0], _size(inputs), self._largest_weight()[0])
+        if found:
+            return *found[0], largest[0]
+        if not isinstance(outputs, Tensor) or not math.isfinite(_size(outputs)):
+            return "", "the outputs of the model are not", largest[0]
+        return "", "the outputs of the model are finite too, and their loss is not", max(largest[0], _size(outputs))
 
     def _of_precision(self, in_float32: float) -> Fault:
         text = (
@@ -223,6 +283,11 @@ class Divergence:
         """Return the name of the first tensor with an entry that is not finite on any rank, None if all are finite."""
         found = next((name for name, own in named if not bool(torch.isfinite(local(own)).all())), None)
         return next((name for name in self.ranks.all_gather(found) if name is not None), None)
+
+
+def _size(x: Tensor) -> float:
+    """Return the largest absolute number of a tensor; 0 for a tensor of integers or without entries."""
+    return float(x.detach().abs().max()) if x.numel() and x.is_floating_point() else 0.0
 
 
 def worse_than_at_first(

@@ -89,7 +89,7 @@ def experiment(fault: Fault = "none", **fields: object) -> Experiment:
             r"the batch of step [1-4], `batch\(seed, [0-3]\)`, has 1 number in its targets .* training data row 11",
         ),
         ("validation", r"validation batch 0 with 1 number in its inputs .*row 3 of 8, "),
-        ("initial weight", r"the weight 2\.weight that is not finite before the first update"),
+        ("initial weight", r"the weight 2\.weight is not finite before the first update"),
         ("gradient", r"a gradient could not be used; the first that is not finite is that of weight;"),
         ("range", r"the validation loss is inf .* outputs overflow on validation data, which are finite"),
     ],
