@@ -33,6 +33,9 @@ LARGE_START = 3
 """Ratio of the first cross-entropy to that of a uniform guess, above which inputs or initial weights count as too
 large.
 """
+FAR_START = 30
+"""The same ratio in a regression, to the loss of the mean of the targets. It is larger, because targets with a small
+spread are learned well. Such a first loss is a finding only if the last loss is above that of the mean too."""
 LARGE_LAYER = 10
 """Ratio of the initial norm of a matrix to its usual norm, and to that of each other matrix in the same proportion,
 from which the matrix is named as the cause of a large first loss."""
@@ -43,7 +46,7 @@ class FirstBatch(NamedTuple):
 
     loss: loss of the batch.
     unscaled: a sentence about inputs that are not normalized; "" if they are, or nearly.
-    classes: number of classes of the task; 0 if the task defines a loss of its own.
+    classes: number of classes of the task; 0 if targets are no classes, or the loss of a uniform guess is not known.
     constant: loss of a guess that is the same for each row: uniform among the classes, or else the mean of the targets;
         infinity if outputs do not have the shape of targets.
     guess: validation loss that the task reports for a uniform guess among the classes; infinity without classes.
@@ -53,6 +56,8 @@ class FirstBatch(NamedTuple):
     even_loss: loss of the batch if such columns are divided so that they have the usual size.
     large_layer: name of the matrix whose initial weights alone make the loss large; "" if there is none.
     large_text: a clause about this matrix.
+    offset: a sentence about targets of a regression whose size alone makes the loss large; "" if it does not.
+    unchecked: the comparison that is not possible, with the reason; "" if it is possible, or targets are no classes.
     """
 
     loss: float
@@ -66,11 +71,13 @@ class FirstBatch(NamedTuple):
     even_loss: float
     large_layer: str
     large_text: str
+    offset: str
+    unchecked: str
 
     @property
     def is_large(self) -> bool:
         """True if the loss is far above that of a uniform guess among the classes."""
-        return self.classes > 1 and self.loss > LARGE_START * self.constant
+        return self.classes > 1 and LARGE_START * self.constant < self.loss < math.inf
 
     @property
     def is_large_by_columns(self) -> bool:
@@ -91,18 +98,60 @@ def first_batch(experiment: Experiment, model: nn.Module) -> FirstBatch:
         loss = task.loss(outputs, targets).item()
         uneven, even = _uneven(inputs, data.columns)
         even_loss = task.loss(model(even), targets).item() if uneven else loss
-    # The default loss is the cross-entropy, which refuses targets that are no classes.
-    classes = outputs.shape[-1] if type(task).loss is Task.loss else 0
-    constant = math.log(classes) if classes > 1 else _of_mean(task, outputs, targets)
-    guess = task.reported(math.log(classes)) if classes > 1 else math.inf
+    unchecked, classes, constant = "", _classes(outputs, targets), math.inf
+    if classes > 1 and not (constant := _of_uniform(task, outputs, targets)):
+        unchecked = (
+            "whether losses are above those of a uniform guess among the classes, because the `loss` of the task gives "
+            "such a guess no positive loss that is equal for all batches"
+        )
+        classes, constant = 0, math.inf
+    elif classes < 2:
+        constant = _of_mean(task, outputs, targets)
+    guess = task.reported(constant) if classes > 1 else math.inf
     fault = loss_fault(task, outputs, targets)
     single = _single_class(data, targets) if classes or task.reports_accuracy else ""
     layer, text = "", ""
-    if classes > 1 and not loss <= LARGE_START * constant:
+    if 0 < constant < math.inf and not loss <= (LARGE_START if classes else FAR_START) * constant:
         with isolated_run(experiment), torch.no_grad():
             layer, text = _large_layer(model, lambda outputs: task.loss(outputs, targets).item(), inputs, constant)
-    unscaled = _unscaled(inputs, data.columns)
-    return FirstBatch(loss, unscaled, classes, constant, guess, fault, single, uneven, even_loss, layer, text)
+    offset = _offset(outputs, targets) if not layer and 0 < FAR_START * constant < loss and not classes else ""
+    return FirstBatch(
+        loss=loss,
+        unscaled=_unscaled(inputs, data.columns),
+        classes=classes,
+        constant=constant,
+        guess=guess,
+        fault=fault,
+        single=single,
+        uneven=uneven,
+        even_loss=even_loss,
+        large_layer=layer,
+        large_text=text,
+        offset=offset,
+        unchecked=unchecked,
+    )
+
+
+def _classes(outputs: Any, targets: Tensor) -> int:
+    """Return the number of classes if the targets are classes, with one row of outputs for each; else 0."""
+    if not isinstance(outputs, Tensor) or targets.dtype not in (torch.int64, torch.uint8):
+        return 0
+    return outputs.shape[-1] if outputs.shape[:-1] == targets.shape else 0
+
+
+def _of_uniform(task: Task, outputs: Tensor, targets: Tensor) -> float:
+    """Return the loss of outputs that give all classes the same probability; 0 if it is not known.
+
+    It is known if it is positive, and the same for the first half of the batch, which excludes a sum over rows. The
+    outputs are the logarithms of probabilities, which the cross-entropy and a loss of such logarithms both accept.
+    """
+    uniform = torch.full_like(outputs, -math.log(outputs.shape[-1]))
+    half = len(targets) // 2
+    try:
+        whole, part = task.loss(uniform, targets).item(), task.loss(uniform[:half], targets[:half]).item()
+    except Exception:  # a loss of the user may take outputs of the model only
+        return 0.0
+    return whole if 0 < whole < math.inf and (math.isclose(whole, part, rel_tol=1e-4) or half == 0) else 0.0
 
 
 def relative_size(parameter: Tensor) -> float:
@@ -161,11 +210,26 @@ def _of_mean(task: Task, outputs: Tensor, targets: Tensor) -> float:
     return task.loss(targets.mean(0, keepdim=True).expand_as(outputs), targets).item()
 
 
+def _offset(outputs: Tensor, targets: Tensor) -> str:
+    """Return a sentence about targets that are far from the outputs because of their mean or size; "" if they are not.
+
+    They are if their root mean square exceeds FAR_START times that of the outputs.
+    """
+    size = float(targets.double().square().mean().sqrt())
+    if not size > FAR_START * float(outputs.double().square().mean().sqrt()):
+        return ""
+    mean, spread = float(targets.double().mean()), float(targets.double().std(correction=0))
+    return (
+        f"targets are not normalized: in the first batch their mean is {mean:.3g} and their standard deviation "
+        f"{spread:.3g}, while a model begins with outputs near 0"
+    )
+
+
 def _unscaled(inputs: Tensor, names: Sequence[str]) -> str:
     """Return a sentence about inputs that are not normalized. Return "" if they are, or nearly.
 
     The size of a column is its largest absolute number. Inputs are not normalized if the size of a column exceeds
-    UNSCALED, or UNSCALED times the lower quartile of the sizes of all columns.
+    UNSCALED, or UNSCALED times the lower quartile of the sizes of all columns, or if no column exceeds 1 / UNSCALED.
 
     Columns of zeros, such as pixels at an edge, do not count. If inputs have other shapes than [B, columns], such as
     those of images, all their numbers count as one column.
@@ -179,10 +243,13 @@ def _unscaled(inputs: Tensor, names: Sequence[str]) -> str:
     if not len(filled):
         return ""
     largest, usual = float(sizes[index]), float(filled.quantile(0.25, interpolation="lower"))
-    if largest <= UNSCALED * min(usual, 1.0):
+    small = largest < 1 / UNSCALED
+    if not small and largest <= UNSCALED * min(usual, 1.0):
         return ""
     where = f"column {index}{f' ({names[index]})' if index < len(names) else ''} has" if len(sizes) > 1 else "they have"
     text = f"inputs are not normalized: {where} numbers up to {largest:.3g} in the first batch, and "
+    if small and len(sizes) > 1:
+        return f"{text}the other columns smaller ones"
     return text + (
         f"a quarter of the columns at most {usual:.3g}" if largest > UNSCALED * usual else "numbers near 1 are usual"
     )
@@ -210,3 +277,78 @@ def _uneven(inputs: Tensor, names: Sequence[str]) -> tuple[str, Tensor]:
     text = f"inputs are not normalized: column {index}{name} has a root mean square of {float(sizes[index]):.3g} in the"
     ratios = (sizes / usual).where(sizes >= UNEVEN * usual, 1.0)
     return f"{text} first batch, and a usual column {usual:.3g}", (inputs / ratios).to(inputs.dtype)
+
+
+class GradientEnd(NamedTuple):
+    """Where the gradient of a layer ends.
+
+    text: a clause about the place; "" if it is not known.
+    remedy: things to do; "" for general advice.
+    """
+
+    text: str = ""
+    remedy: str = ""
+
+
+class _Call(NamedTuple):
+    """One call of a module without children in a forward pass."""
+
+    name: str
+    module: nn.Module
+    received: Tensor
+    returned: Tensor
+
+
+def gradient_end(experiment: Experiment, model: nn.Module, parameter: str) -> GradientEnd:
+    """Return where the gradient of a parameter ends in the first batch, with the initial weights.
+
+    parameter: name of a parameter without a gradient other than 0.
+    """
+    task, calls = experiment.task, list[_Call]()
+    layer = parameter.rpartition(".")[0]
+    named = {module: name for name, module in model.named_modules() if not list(module.children())}
+
+    def record(module: nn.Module, received: Any, returned: Any) -> None:
+        if received and isinstance(received[0], Tensor) and isinstance(returned, Tensor):
+            for x in (received[0], returned):
+                if x.requires_grad:
+                    x.retain_grad()
+            calls.append(_Call(named[module], module, received[0], returned))
+
+    hooks = [module.register_forward_hook(record) for module in named]
+    try:
+        with isolated_run(experiment):
+            inputs, targets = task.load().batch(experiment.seed, 0)
+            task.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.zero_grad()
+    place = next((number for number, call in enumerate(calls) if call.name == layer), None)
+    if place is None:
+        found = f"; the forward pass does not call {layer}" if layer in named.values() else ""
+        return GradientEnd(found, f"use {layer} in `forward`, or remove it" if found else "")
+    own = calls[place]
+    if not own.received.any():
+        if own.received is inputs or not inputs.any():
+            return GradientEnd("; all inputs of the first batch are 0", "check how the inputs are read and scaled")
+        return GradientEnd(
+            f"; all inputs of {layer} are 0 in the first batch", "check the weights and activations before this layer"
+        )
+    if own.returned.grad is None:
+        return GradientEnd(
+            f"; the loss does not depend on the outputs of {layer} in a way that gradients follow",
+            f"use the outputs of {layer} in the loss, without `detach`, `no_grad`, `item`, `argmax` or rounding",
+        )
+    end = next((call for call in calls[place:] if call.returned.grad is not None and call.returned.grad.any()), None)
+    if end is None or end is own or any(not p.any() for p in end.module.parameters()):
+        return GradientEnd()
+    before = calls[calls.index(end) - 1]
+    flat = end.received if next(end.module.parameters(), None) is None else before.returned
+    which = f"{end.name} ({type(end.module).__name__})" if flat is end.received else f"a function behind {before.name}"
+    low, high = float(flat.detach().min()), float(flat.detach().max())
+    return GradientEnd(
+        f"; the gradient ends in {which}, whose inputs are from {low:.3g} to {high:.3g} in the first batch",
+        "bring these inputs near 0, by normalized inputs of the model or by smaller initial weights and biases before "
+        "it, or use an activation that is not flat there",
+    )

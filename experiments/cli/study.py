@@ -181,9 +181,15 @@ def doctor_command(
 
 def _print_summary(directory: Path, diagnoses: Sequence[Diagnosis]) -> None:
     """Print a line about all runs of a study, and a table with a row for each run in which something was found."""
+    from ..reports.records import TUNING
+
     sick = [one for one in diagnoses if one]
     unfinished = sum(bool(one.unfinished) for one in diagnoses)
-    head = f"{directory}: something was found in {len(sick)} of {counted(len(diagnoses), 'run')}"
+    searched = all(TUNING in one.directory.relative_to(directory).parts for one in diagnoses)
+    head = (
+        f"{directory}: {'no run has started, but trials of the search have; ' if searched else ''}something was found"
+    )
+    head += f" in {len(sick)} of {counted(len(diagnoses), 'trial' if searched else 'run')}"
     typer.echo(f"{head}; {unfinished} of them unfinished" if unfinished else head)
     if partly := [one for one in diagnoses if one.notes]:
         typer.echo(f"not checked in {counted(len(partly), 'run')}: {partly[0].notes[0]}")

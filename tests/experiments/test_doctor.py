@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from eigengraft import RecipeError, Stage, State, StepContext, load_recipe
 from eigengraft.experiments import Experiment, RunLog, Tick, doctor, load_experiment, train
@@ -25,7 +26,7 @@ from eigengraft.experiments.doctor import (
     diagnose_study,
 )
 from eigengraft.experiments.files import read_object
-from eigengraft.experiments.first_batch import _large_layer, _uneven
+from eigengraft.experiments.first_batch import _large_layer, _uneven, gradient_end
 from eigengraft.experiments.reports.records import error_line
 from eigengraft.experiments.studies import running
 from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task, TaskError
@@ -60,6 +61,10 @@ Sickness = Literal[
     "column",
     "one layer",
     "gain",
+    "saturated",
+    "detached",
+    "no inputs",
+    "log",
 ]
 REGRESSION = Path(__file__).resolve().parents[2] / "experiments" / "examples" / "regression.py"
 CLASSES = 4
@@ -83,6 +88,20 @@ class Gain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + x @ (1e3 * self.w)
+
+
+class Detached(nn.Module):
+    """x, without its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+class Log(nn.Module):
+    """log max(x, 0)"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp_min(0).log()
 
 
 class Patient(Task):
@@ -109,6 +128,8 @@ class Patient(Task):
             x *= 1e5
         if self.sickness == "overflowing inputs":
             x *= 1e38
+        if self.sickness == "no inputs":
+            x.zero_()
         if self.sickness == "noise":
             y = torch.from_numpy(generator(1).integers(0, CLASSES, 96))
         mark = Fingerprint("points", 96, hashlib.sha256(self.sickness.encode()).hexdigest())
@@ -118,6 +139,8 @@ class Patient(Task):
     def build(self) -> nn.Module:
         layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, CLASSES)]
         last = {"overflow": [Huge()], "softmax": [nn.Softmax(-1)], "gain": [nn.Linear(CLASSES, 16), Gain()]}
+        last["log"] = [Log()]
+        layers[1] = {"saturated": nn.Tanh(), "detached": Detached()}.get(self.sickness, layers[1])
         model = nn.Sequential(*layers, *last.get(self.sickness, []))
         with torch.no_grad():
             if self.sickness == "init":
@@ -137,7 +160,7 @@ class Patient(Task):
             if self.sickness == "zero":
                 for parameter in model.parameters():
                     parameter.zero_()
-            if self.sickness == "dead":
+            if self.sickness in ("dead", "saturated"):
                 model[0].bias.fill_(-100)
             if self.sickness == "dead middle":
                 model[2].bias.fill_(-100)
@@ -184,6 +207,11 @@ ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REF
         (patient(recipe=EXPLODING, lr=1e-3), "exploding layer", [5], "2.weight", ("grew to",)),
         (patient(recipe=FASTER, lr=1e-3, steps=100), "exploding layer", [20], "2.weight", ("grew to", "by 300")),
         (patient("dead"), "dead layer", [None], "0.weight", ("all parameters of 0, and 2.weight", "12 rows")),
+        (patient("dead"), "dead layer", [None], "0.weight", ("1 (ReLU)", "from -10")),
+        (patient("saturated"), "dead layer", [None], "0.weight", ("1 (Tanh)", "from -10")),
+        (patient("detached"), "dead layer", [None], "0.weight", ("outputs of 0",)),
+        (patient("no inputs"), "dead layer", [None], "0.weight", ("inputs of the first batch are 0",)),
+        (patient("log"), "model", [1], "5", ("5 (Log)",)),
         (patient("dead middle"), "dead layer", [None], "2.weight", ("all parameters of 0, 2, and 4.weight",)),
         (patient("zero"), "dead layer", [None], "2.weight", ("all parameters of 0, 2", "5 of 5 parameters")),
         (patient("scale"), "inputs", [1], "", ("column 3 (feature3)", "e+05", "quarter of the columns")),
@@ -227,11 +255,37 @@ def test_a_cross_entropy_is_compared_with_a_uniform_guess_without_an_accuracy_to
     assert treated(experiment, tmp_path).findings[0].kind == kind
 
 
-def test_a_loss_of_the_task_is_not_compared_with_a_uniform_guess(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("experiment", "kinds"),
+    [
+        (patient("init"), ["initialization"]),
+        (patient("noise", steps=200), ["worse than guessing"]),
+        (patient(), []),
+    ],
+    ids=lambda value: "",
+)
+@pytest.mark.parametrize("factor", [1, 9])
+def test_a_loss_of_the_task_is_compared_with_that_of_a_uniform_guess(
+    experiment: Experiment, kinds: list[str], factor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Patient, "loss", lambda self, outputs, targets: 9 * Task.loss(self, outputs, targets))
-    assert treated(patient(), tmp_path) == Diagnosis(tmp_path, ())
+    monkeypatch.setattr(
+        Patient, "loss", lambda _, outputs, targets: factor * functional.cross_entropy(outputs, targets)
+    )
+    diagnosis = treated(experiment, tmp_path)
+    assert [one.kind for one in diagnosis.findings][:1] == kinds and diagnosis.notes == ()
+
+
+@pytest.mark.parametrize("factor", [-1, 48], ids=["negative", "sum"])
+def test_a_loss_that_cannot_be_compared_with_a_guess_is_noted(
+    factor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(_: Patient, outputs: Tensor, targets: Tensor) -> Tensor:
+        found = functional.cross_entropy(outputs, targets, reduction="sum" if factor > 0 else "mean")
+        return found if factor > 0 else -found
+
+    monkeypatch.setattr(Patient, "loss", loss)
+    diagnosis = treated(patient(lr=1e-3), tmp_path)
+    assert diagnosis.findings == () and len(diagnosis.notes) == 1
 
 
 @pytest.mark.parametrize(("lr", "factor"), [(10.0, "2000, to 0.005"), (1e6, "2e+08, to 0.005")])
@@ -272,6 +326,44 @@ def test_weights_that_grew_tenfold_are_the_learning_rate(tmp_path: Path) -> None
     assert found.kind == "learning rate" and " of 3 matrices grew tenfold or more; " in found.text
 
 
+@pytest.mark.parametrize("lr", [0.032, 0.064])
+def test_weights_that_grew_tenfold_in_a_run_that_learned_are_no_fault(lr: float, tmp_path: Path) -> None:
+    fields = {"task": {"kind": "digits", "model": "cnn"}, "steps": 200, "eval_every": 50, "recipe": "muon", "lr": lr}
+    train(load_experiment({**fields, "schedule": {"kind": "cosine", "warmup_steps": 20}}), tmp_path)
+    assert max(Record.read(tmp_path).run.layers["weight_growth"].values()) > 10
+    assert diagnose(tmp_path) == Diagnosis(tmp_path, ())
+
+
+@pytest.mark.parametrize("lr", [10.0, 30.0, 100.0])
+def test_a_gradient_that_overflows_at_a_far_too_high_rate_is_the_learning_rate(lr: float, tmp_path: Path) -> None:
+    task = {"kind": "byte_lm", "layers": 1, "width": 32}
+    train(load_experiment({"task": task, "steps": 40, "eval_every": 20, "recipe": "sgd", "lr": lr}), tmp_path)
+    assert [one.kind for one in diagnose(tmp_path).findings][:1] == ["learning rate"]
+
+
+@pytest.mark.parametrize(("step", "lr", "kind"), [(1, 0.1, "model"), (2, 0.1, "learning rate"), (2, 1e-6, "model")])
+def test_a_fault_of_the_model_is_the_learning_rate_if_it_is_far_above_that_of_the_recipe(
+    step: int, lr: float, kind: str, tmp_path: Path
+) -> None:
+    train(patient(lr=1e-6, steps=20), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**read_object(tmp_path / "config.json"), "lr": lr}))
+    fault = {"place": "gradient", "cause": "model", "step": step, "layer": "2.weight", "text": "seen"}
+    (tmp_path / "fault.json").write_text(json.dumps(fault))
+    assert diagnose(tmp_path).findings[0].kind == kind
+
+
+def test_a_gradient_that_ends_in_a_function_of_the_forward_pass_is_found() -> None:
+    class Functional(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](torch.relu(self[0](x)))  # type: ignore[no-any-return]
+
+    model = Functional(nn.Linear(8, 16), nn.Linear(16, CLASSES))
+    with torch.no_grad():
+        model[0].bias.fill_(-100)
+    assert "behind 0," in gradient_end(patient(), model, "0.weight").text
+    assert gradient_end(patient(), model, "1.weight").remedy and not gradient_end(patient(), model, "no.weight").text
+
+
 def test_the_factor_is_not_that_of_steps_after_the_loss_exploded(tmp_path: Path) -> None:
     with RunLog(tmp_path, "text", 8) as log:
         for step, ratio in enumerate([0.008, 0.2, 40.0, 900.0, 0.1, 0.1, 0.1, 0.1], start=1):
@@ -304,6 +396,49 @@ def test_inputs_of_different_scale_are_found_in_a_regression(tmp_path: Path, mon
     monkeypatch.setattr(Patient, "loss", lambda _, outputs, targets: (outputs - targets).square().mean())
     found = treated(patient("scale", steps=20), tmp_path).findings
     assert [one.kind for one in found][:1] == ["inputs"]
+
+
+@pytest.mark.parametrize(
+    ("scale", "unit", "mean", "gain", "kind", "where"),
+    [
+        (1.0, 1e3, 5e4, 1.0, "targets", "e+04"),
+        (1e-5, 1.0, 0.0, 1.0, "inputs", "(feature"),
+        (1.0, 1.0, 0.0, 1e4, "initialization", "0.weight"),
+        (1.0, 1.0, 3.0, 1.0, "", ""),
+        (1.0, 0.01, 0.0, 1.0, "", ""),
+    ],
+)
+def test_large_targets_tiny_inputs_and_a_large_layer_are_found_in_a_regression(  # noqa: PLR0913  its cases
+    scale: float,
+    unit: float,
+    mean: float,
+    gain: float,
+    kind: str,
+    where: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = Patient.load
+
+    def as_numbers(self: Patient) -> Dataset:
+        data = load(self)
+        assert isinstance(data, Examples)
+        parts = [Batch(x * scale, unit * x[:, :1].sin() + mean) for x, _ in (data.train, data.validation)]
+        return Examples(parts[0], parts[1], 16, data.fingerprint, columns=data.columns)
+
+    def build(_: Patient) -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+        with torch.no_grad():
+            model[0].weight.mul_(gain)
+        return model
+
+    monkeypatch.setattr(Patient, "reports_accuracy", False)
+    monkeypatch.setattr(Patient, "load", as_numbers)
+    monkeypatch.setattr(Patient, "build", build)
+    monkeypatch.setattr(Patient, "loss", lambda _, outputs, targets: functional.mse_loss(outputs, targets))
+    found = treated(patient(steps=300, lr=0.003), tmp_path).findings
+    assert [one.kind for one in found] == ([kind] if kind else [])
+    assert not kind or where in found[0].text
 
 
 @pytest.mark.parametrize(
@@ -467,7 +602,7 @@ def test_a_validation_loss_worse_than_a_guess_is_first_a_matter_of_a_far_too_hig
 
 def test_weights_that_begin_with_0_are_no_matter_of_the_activation(tmp_path: Path) -> None:
     assert "random initial weights" in treated(patient("zero"), tmp_path / "zero").findings[0].remedy
-    assert "smooth activation" in treated(patient("dead"), tmp_path / "dead").findings[0].remedy
+    assert "activation" in treated(patient("dead"), tmp_path / "dead").findings[0].remedy
 
 
 def test_labels_of_one_class_are_found_although_the_model_learns_them(
@@ -842,6 +977,15 @@ def test_a_study_is_diagnosed_with_the_data_until_the_time_is_over(
     found = diagnose_study(tmp_path)
     assert [one.directory for one in found] == [tmp_path / name for name in ("a/seed-0", "a/seed-1", "b/seed-0")]
     assert [bool(one) for one in found] == [True, False, True] and found[1].notes
+
+
+def test_the_trials_of_a_search_are_diagnosed_while_no_run_has_started(tmp_path: Path) -> None:
+    (tmp_path / "study.json").write_text(json.dumps({"runs": [{"directory": "a/seed-0", "labels": {}, "seed": 0}]}))
+    train(patient(lr=1e-12), tmp_path / "tuning" / "a" / "lr=1e-12")
+    (found,) = diagnose_all(tmp_path)
+    assert [one.kind for one in found.findings] == ["stalled"]
+    said = invoke(["doctor", str(tmp_path)])
+    assert said.exit_code == 1 and lacking(said.output, "1 of 1 trial", "tuning/a/lr=1e-12") == []
 
 
 def test_a_directory_without_a_run_is_refused_with_the_runs_inside(tmp_path: Path) -> None:
