@@ -213,7 +213,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     "model": Explanation(
         "an operation of the model or of the loss has no finite value or derivative at some input: a root or norm of "
         "0, a log of 0",
-        "add a small number inside the root, log or division of the layer",
+        "add a small number inside the root, log or division of the layer, or of the loss",
         symptom=True,
     ),
     "loss not finite": Explanation(
