@@ -96,7 +96,7 @@ def first_batch(experiment: Experiment, model: nn.Module) -> FirstBatch:
         inputs, targets = data.batch(experiment.seed, 0)
         outputs = model(inputs)
         loss = task.loss(outputs, targets).item()
-        uneven, even = _uneven(inputs, data.columns)
+        uneven, even = uneven_inputs(inputs, data.columns)
         even_loss = task.loss(model(even), targets).item() if uneven else loss
     unchecked, classes, constant = "", _classes(outputs, targets), math.inf
     if classes > 1 and not (constant := _of_uniform(task, outputs, targets)):
@@ -117,7 +117,7 @@ def first_batch(experiment: Experiment, model: nn.Module) -> FirstBatch:
     offset = _offset(outputs, targets) if not layer and 0 < FAR_START * constant < loss and not classes else ""
     return FirstBatch(
         loss=loss,
-        unscaled=_unscaled(inputs, data.columns),
+        unscaled=unscaled_inputs(inputs, data.columns),
         classes=classes,
         constant=constant,
         guess=guess,
@@ -225,7 +225,7 @@ def _offset(outputs: Tensor, targets: Tensor) -> str:
     )
 
 
-def _unscaled(inputs: Tensor, names: Sequence[str]) -> str:
+def unscaled_inputs(inputs: Tensor, names: Sequence[str]) -> str:
     """Return a sentence about inputs that are not normalized. Return "" if they are, or nearly.
 
     The size of a column is its largest absolute number. Inputs are not normalized if the size of a column exceeds
@@ -255,7 +255,7 @@ def _unscaled(inputs: Tensor, names: Sequence[str]) -> str:
     )
 
 
-def _uneven(inputs: Tensor, names: Sequence[str]) -> tuple[str, Tensor]:
+def uneven_inputs(inputs: Tensor, names: Sequence[str]) -> tuple[str, Tensor]:
     """Return a sentence about columns that are much larger than usual columns, and the inputs with these columns
     divided so that they have the usual size. The sentence is "" if there are none.
 

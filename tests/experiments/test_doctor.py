@@ -26,7 +26,7 @@ from eigengraft.experiments.doctor import (
     diagnose_study,
 )
 from eigengraft.experiments.files import read_object
-from eigengraft.experiments.first_batch import _large_layer, _uneven, gradient_end
+from eigengraft.experiments.first_batch import _large_layer, gradient_end, uneven_inputs
 from eigengraft.experiments.reports.records import error_line
 from eigengraft.experiments.studies import running
 from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task, TaskError
@@ -959,7 +959,7 @@ def test_no_layer_is_named_where_the_rate_is_too_high_for_all(sickness: Sickness
 def test_shipped_tasks_have_no_large_columns_and_layers(kind: str) -> None:
     task = load_experiment({"task": {"kind": kind}, "recipe": "adamw", "steps": 1}).task
     inputs, targets = task.load().batch(0, 0)
-    assert _uneven(inputs, ())[0] == "" and _uneven(inputs.flatten(1), ())[0] == ""
+    assert uneven_inputs(inputs, ())[0] == "" and uneven_inputs(inputs.flatten(1), ())[0] == ""
     model = task.new_model(0)
     if not inputs.is_floating_point() or kind == "digits":  # the loss of the others is no cross-entropy
         layer, _ = _large_layer(model, lambda outputs: task.loss(outputs, targets).item(), inputs, 1e9)

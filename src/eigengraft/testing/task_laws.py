@@ -297,11 +297,11 @@ def input_notes(task: Task) -> Iterator[str]:
 
     It is no law, because a model may normalize its inputs itself.
     """
-    from eigengraft.experiments.doctor import _uneven, _unscaled
+    from eigengraft.experiments.first_batch import uneven_inputs, unscaled_inputs
 
     data = task.load()
     inputs = data.batch(0, 0).inputs
-    if text := _unscaled(inputs, data.columns) or _uneven(inputs, data.columns)[0]:
+    if text := unscaled_inputs(inputs, data.columns) or uneven_inputs(inputs, data.columns)[0]:
         yield f"{text}; normalize them in load(), unless the model does"
 
 
