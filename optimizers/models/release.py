@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from eigengraft.distributed.checks import by_value
+from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.errors import name_some
 from eigengraft.numerics import is_dtensor
 
@@ -52,7 +54,8 @@ def release(model: nn.Module, optimizer: Optimizer, parts: int = 16) -> Release:
             optimizer.step()
 
     Args:
-        model: the model. Under `fully_shard`, shard it before composing the optimizer.
+        model: the model. Under `fully_shard`, shard it before composing the optimizer. All ranks call `release`, with
+            the same `parts`.
         optimizer: optimizer of parameters of the model.
         parts: parameters are updated when the complete gradients have 1 / `parts` of the bytes of all gradients. More
             parts save more memory, and need more updates of fewer parameters. 1: backward updates no parameter.
@@ -244,7 +247,7 @@ class Release:
                     "or step without release"
                 )
             self._known = param_sets
-            self._made = [unit for own in param_sets for unit in _units_of(own)]
+            self._made = [unit for own in param_sets for unit in _units_of(own, self._parts)]
         return self._made
 
     def _update_pending(self, optimizer: Optimizer, step: _Step) -> None:
@@ -272,13 +275,15 @@ def rates_differ(one: Hyper, two: Hyper) -> bool:
     return (one.lr, one.weight_decay) != (two.lr, two.weight_decay)
 
 
-def _units_of(param_set: ParamSet) -> Iterator[_Unit]:
+def _units_of(param_set: ParamSet, parts: int) -> Iterator[_Unit]:
     """Divide the parameters of a set into units, and yield the units. The parameters of a unit are updated together.
 
     Two parameters are in one unit if both have blocks in one stack (blocks with one shape) whose parameters can only be
-    updated together.
+    updated together. If ranks share the parameters, the stack of any rank counts. All ranks call this function.
+
+    parts: number of parts of the release, which must be the same on all ranks.
     """
-    sets: list[set[int]] = [{at} for at in range(len(param_set.specs))]
+    sets: list[set[int]] = []
     for group in param_set.together:
         shared = [
             own
@@ -286,11 +291,27 @@ def _units_of(param_set: ParamSet) -> Iterator[_Unit]:
             if len(group) > 1 or own.watched or own.host_buffers or not param_set.execution(own).by_parameter
         ]
         sets.append({at for own in shared for at in own.stack.param_ids.tolist()})
-    sets = [own for own in sets if own]
+    if param_set.rank_group is not None:
+        sets = _of_all_ranks(param_set.rank_group.all_ranks, sets, parts)
+    sets = [own for own in [*({at} for at in range(len(param_set.specs))), *sets] if own]
     for component in connected(sets):
         positions = sorted(set().union(*(sets[index] for index in component)))
         specs = [param_set.specs[at] for at in positions]
         yield _Unit(param_set, positions, sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs))
+
+
+def _of_all_ranks(ranks: RankGroup, sets: Sequence[set[int]], parts: int) -> list[set[int]]:
+    """Return the sets of positions that any rank gave, the same on all ranks. All ranks call it.
+
+    A rank has only stacks of the blocks that it updates, so units of its own stacks alone would differ between ranks.
+    Ranks would then update different parameters at the same time, and wait for each other without end.
+    """
+    given = parts, sorted({(*sorted(own),) for own in sets if len(own) > 1})
+    found = ranks.all_gather_object(given, "release of gradients")
+    values = {rank: own for rank, (own, _) in enumerate(found)}
+    if len(set(values.values())) > 1:
+        raise ValueError(f"release: parts must be the same on all ranks, got {by_value(values)}")
+    return [set(own) for own in dict.fromkeys(own for _, sent in found for own in sent)]
 
 
 def _reasons(optimizer: Optimizer, averaged: bool) -> Iterator[tuple[str, str]]:

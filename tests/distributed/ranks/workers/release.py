@@ -18,11 +18,12 @@ from .trajectories import values
 STEPS = 5
 
 
-def run(job: dict[str, str]) -> dict[str, Any]:
+def run(job: dict[str, Any]) -> dict[str, Any]:
     """job: {name: recipe}."""
-    found: dict[str, Any] = {"refused": refused()}
+    found: dict[str, Any] = {"refused": refused(), "parts": parts_of_ranks()}
     for name, recipe in job.items():
         found[name] = {"plain": follow(recipe, False), "released": follow(recipe, True)}
+        found[f"stacks, {name}"] = {"plain": follow_stacks(recipe, False), "released": follow_stacks(recipe, True)}
     return found
 
 
@@ -34,7 +35,7 @@ def shards() -> Model:
     return module
 
 
-def follow(recipe: str, released: bool) -> dict[str, Any]:
+def follow(recipe: Any, released: bool) -> dict[str, Any]:
     """Parameters after some steps of two micro-batches each, and how many parameters stepped during backward."""
     module = shards()
     optimizer = eigengraft.compose(recipe, module, lr=0.02, weight_decay=0.1)
@@ -54,6 +55,45 @@ def follow(recipe: str, released: bool) -> dict[str, Any]:
         "stepped": stepped,
         "steps": [int(x["step"]) for x in optimizer.state.values()],
     }
+
+
+def stacks() -> nn.Sequential:
+    """A model of equal layers, whose blocks have several owners, and of vectors that few ranks own."""
+    torch.manual_seed(0)
+    layers = [*(nn.Linear(8, 8) for _ in range(6)), nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 3)]
+    module = nn.Sequential(*layers)
+    for layer in (*module, module):
+        fully_shard(layer)
+    return module
+
+
+def follow_stacks(recipe: Any, released: bool) -> dict[str, Any]:
+    """Parameters of the model of equal layers after some steps, and how many parameters stepped during backward."""
+    module = stacks()
+    optimizer = eigengraft.compose(recipe, module, lr=0.02)
+    release = eigengraft.release(module, optimizer) if released else None
+    stepped = 0
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        module(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        stepped += 0 if release is None else len(release.stepped)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "parameters": values(module),
+        "stepped": stepped,
+        "steps": [int(x["step"]) for x in optimizer.state.values()],
+    }
+
+
+def parts_of_ranks() -> str:
+    """Return the error of `release` for ranks with different numbers of parts."""
+    module = stacks()
+    try:
+        eigengraft.release(module, eigengraft.compose("muon", module), parts=2 + dist.get_rank())
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def refused() -> list[str]:
