@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.component import plain
-from eigengraft.errors import warn_user
+from eigengraft.errors import name_some, warn_user
 from eigengraft.signals import PARTNER
 
 from .checkpoint.consolidation import consolidate, divided_state, full_state
@@ -459,6 +459,14 @@ class Optimizer(ComposedOptimizer):
             self.param_sets.finish_refreshes()
             self.param_sets.store_spikes(self.param_groups)
 
+    def _require_no_half_step(self, what: str) -> None:
+        """Raise RuntimeError if backward has updated some parameters of a step that `step` has not ended yet."""
+        if self.released is not None and self.released.stepped:
+            raise RuntimeError(
+                f"{what}: backward has updated {name_some(self.released.stepped, 1)}, and the other parameters have "
+                "not stepped yet, so that the state belongs to no step; call optimizer.step() first"
+            )
+
     @isolated
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of torch.
@@ -467,7 +475,12 @@ class Optimizer(ComposedOptimizer):
         the recipe as JSON text, and in `iterate` the name of the iterate that the parameters hold. If state is sharded
         over ranks, all of these ranks must call this method, and the state consists of DTensors for
         torch.distributed.checkpoint. For plain tensors use `full_state_dict`.
+
+        Raises:
+            RuntimeError: backward has updated some parameters of a step (`eigengraft.release`), and `step` not yet the
+                others. This holds for all methods that save, copy or load the optimizer.
         """
+        self._require_no_half_step("state_dict")
         self._adopt_changes()
         with divided_state(self):
             return without_dynamo(super().state_dict)()
@@ -475,6 +488,7 @@ class Optimizer(ComposedOptimizer):
     @isolated
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state dict with all state as plain tensors on the CPU, for torch.save. All ranks call it."""
+        self._require_no_half_step("full_state_dict")
         return full_state(self)
 
     @isolated
@@ -486,6 +500,7 @@ class Optimizer(ComposedOptimizer):
         Args:
             to: rank that receives the state.
         """
+        self._require_no_half_step("consolidate_state_dict")
         self._adopt_changes()
         consolidate(self, to)
 
@@ -503,6 +518,7 @@ class Optimizer(ComposedOptimizer):
             ValueError: state of a parameter is missing, extra or misshapen, or has another meaning under the recipe of
                 this optimizer. One error names all differences, and nothing changes.
         """
+        self._require_no_half_step("load_state_dict")
         self.param_sets.resolve_deferred()
         self.param_sets.finish_refreshes()
         if adopt_parameters(self):
@@ -513,6 +529,7 @@ class Optimizer(ComposedOptimizer):
 
     @isolated
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        self._require_no_half_step("copy")
         self._adopt_changes()
         return restored, (type(self), snapshot(self))
 

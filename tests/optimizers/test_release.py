@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import math
+import pickle
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -170,6 +171,42 @@ def test_a_checkpoint_in_between_continues() -> None:
     second.load_state_dict(state)
     train(three, second, release, range(3, STEPS))
     assert equal(values(one, plain), values(three, second))
+
+
+@pytest.mark.parametrize("parts", [2, 1000])
+def test_half_a_step_is_not_saved_copied_or_loaded(parts: int) -> None:
+    one, two = net(), net()
+    plain, optimizer = compose(one, "adamw"), compose(two, "adamw")
+    release, saved = eigengraft.release(two, optimizer, parts=parts), optimizer.state_dict()
+    for step in range(3):
+        loss(one, step).backward()
+        loss(two, step).backward()
+        assert release.stepped
+        for name, act in {
+            "state_dict": optimizer.state_dict,
+            "full_state_dict": optimizer.full_state_dict,
+            "consolidate_state_dict": optimizer.consolidate_state_dict,
+            "load_state_dict": lambda: optimizer.load_state_dict(saved),
+            "copy": lambda: copy.deepcopy(optimizer),
+        }.items():
+            with refused(RuntimeError, name, release.stepped[0], "step()"):
+                act()
+        with pytest.raises(RuntimeError):
+            pickle.dumps(optimizer)
+        plain.step()
+        plain.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert equal(values(one, plain), values(two, optimizer))
+
+
+def test_gradients_that_wait_for_the_step_leave_the_state_whole() -> None:
+    model = net()
+    optimizer = compose(model, "adamw")
+    release = eigengraft.release(model, optimizer, parts=1)
+    loss(model, 0).backward()
+    assert release.begun
+    assert {int(own["step"]) for own in optimizer.state_dict()["state"].values()} == {0}
 
 
 def test_a_copy_is_not_released_and_removed_releases_step_as_ever() -> None:
