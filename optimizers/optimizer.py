@@ -288,6 +288,7 @@ class Optimizer(ComposedOptimizer):
         hypers, taken = (self.begin_step(), None) if begun is None else begun
         if taken is not None:
             self.param_sets.begin_step(self.state, taken)
+        counts = [] if rule is None else [(own, own.step_counts.copy()) for own in self.param_sets]
         alone = self.param_sets.spikes is None and not self.param_sets.asks_signals
         ready = prepare(self.param_sets, hypers, loss_scale, early=alone)
         self._collect_signals()
@@ -302,8 +303,13 @@ class Optimizer(ComposedOptimizer):
             if inputs is not None:
                 param_set.step(inputs)
         if rule is not None and start is not None and passes is not None:
-            with signals.pause():
-                rule.finish(start, passes, loss, self.param_groups, self._mean_over_ranks)
+            try:
+                with signals.pause():
+                    rule.finish(start, passes, loss, self.param_groups, self._mean_over_ranks)
+            except BaseException:
+                for param_set, before in counts:
+                    param_set.undo_counts(before)
+                raise
         if self._rounding is not None and self._rounding.check(self):
             self._rounding = None
         return loss

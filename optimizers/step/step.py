@@ -158,6 +158,15 @@ class ParamSet:
                 self.step_counts[position] -= 1
                 self._begun[position] = self.step_counts[position] > 0
 
+    def undo_counts(self, before: NDArray[np.int64]) -> None:
+        """Set the step counts back to those before the last step, whose parameters the caller has set back.
+
+        before: `[P]`, the step counts before that step.
+        """
+        self.finite_check.resolve_deferred()  # counts unusable gradients; otherwise the next step would count back too
+        self.step_counts[:] = before
+        self.note_counts()
+
     def finish_refreshes(self) -> None:
         """Wait for all delayed refreshes that have begun, and store their results in the state.
 

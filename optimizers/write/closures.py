@@ -247,7 +247,8 @@ class LineSearch(Component):
     in the previous step. The learning rate is thus the largest step, and schedules may change it. A loss that is not
     finite does not satisfy the condition. After `trials` calls the last s is used. Every trial calls the closure, and
     its gradients are dropped. All calls evaluate the same function: dropout has the same masks. If the optimizer was
-    composed with the model, buffers such as BatchNorm's statistics are those after the first forward.
+    composed with the model, buffers such as BatchNorm's statistics are those after the first forward. If a call raises
+    an error, parameters, gradients and step counts are those before the step; statistics keep the gradient.
     """
 
     sufficient: float = Field(default=0.1, ge=0, lt=1, description="fraction of the decrease along G that is required")
@@ -275,7 +276,8 @@ class LineSearch(Component):
     ) -> None:
         """Shorten the step until Armijo's condition holds, and store the accepted fraction in the param groups.
 
-        With fake tensors, which have no values, the whole step is kept.
+        With fake tensors, which have no values, the whole step is kept. If a trial raises an error, parameters and
+        gradients are set back to those before the step.
 
         start: result of `begin` before the step.
         passes: the calls of the closure in this step.
@@ -285,24 +287,43 @@ class LineSearch(Component):
         """
         if any(fake_mode(parameter) is not None for parameter, _ in start):
             return
-        ends = [local(parameter.detach()).clone() for parameter, _ in start]
         gradients = [parameter.grad for parameter, _ in start]
+        try:
+            scale = self._search(start, passes, loss, groups, average)
+        except BaseException:
+            for parameter, before in start:
+                local(parameter.detach()).copy_(before)
+            raise
+        finally:
+            for (parameter, _), gradient in zip(start, gradients, strict=True):
+                parameter.grad = gradient
+        for group in groups if scale is not None else ():
+            group[SCALE] = scale
+
+    def _search(
+        self, start: Start, passes: Passes, loss: Any, groups: Sequence[MutableMapping[str, Any]], average: Average
+    ) -> float | None:
+        """Shorten the step, and return the accepted fraction. The gradients are then those of the last trial.
+
+        Return None if there is no step, or if the loss before the step is not finite: the whole step is then kept.
+
+        The arguments are those of `finish`.
+        """
+        ends = [local(parameter.detach()).clone() for parameter, _ in start]
         slope, length = _products(start, ends)
         highest = average(_number(loss, ends))
         if not (length > 0 and bool(highest.isfinite())):
-            return
+            return None
         scale = min(1.0, self.grow * float(groups[0].get(SCALE, 1.0)))
         for trial in range(self.trials):
             scale *= self.shrink if trial else 1.0
             for (parameter, before), end in zip(start, ends, strict=True):
                 local(parameter.detach()).copy_(torch.lerp(before, end, scale))
+                parameter.grad = None  # a closure that sets gradients to 0 in place must not change those of the step
             found = average(_number(passes.again(), ends))
             if bool(found <= highest - self.sufficient * scale * max(slope, 0.0)):
                 break
-        for (parameter, _), gradient in zip(start, gradients, strict=True):
-            parameter.grad = gradient
-        for group in groups:
-            group[SCALE] = scale
+        return scale
 
 
 def _products(start: Start, ends: Sequence[Tensor]) -> tuple[float, float]:

@@ -102,6 +102,32 @@ def test_losses_that_are_not_finite_are_too_high_and_the_last_trial_is_taken() -
     torch.testing.assert_close(w.detach(), origin - LR * 0.5**5 * CURVED * origin, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("detect", ["host", "device"])
+def test_a_trial_that_raises_leaves_parameters_gradients_and_counts(detect: str, in_place: bool) -> None:
+    """The next step is the one that the same gradient would have had."""
+    start = begun(failure={"detect": detect})
+    optimizer, w, _ = start
+    optimizer.step(closure_of(start))
+    before, calls, scale = w.detach().clone(), list[int](), optimizer.param_groups[0]["step_scale"]
+
+    def interrupted() -> Tensor:
+        optimizer.zero_grad(set_to_none=not in_place)
+        loss = quadratic(w)
+        loss.backward()  # type: ignore[no-untyped-call]
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return loss
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(interrupted)
+    assert torch.equal(w.detach(), before) and w.grad is not None and torch.equal(w.grad, CURVED * before)
+    assert int(optimizer.state[w]["step"]) == 1 and optimizer.param_groups[0]["step_scale"] == scale
+    optimizer.step(closure_of(start))
+    assert int(optimizer.state[w]["step"]) == 2 and not torch.equal(w.detach(), before)
+
+
 def test_a_step_along_which_the_gradient_rises_must_not_raise_the_loss() -> None:
     """Momentum goes on against the gradient, on a loss that rises by less than the condition's part of its slope."""
     optimizer, w, seen = start = begun(lr=0.1, update="momentum")
