@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -24,6 +24,23 @@ from eigengraft.slots import Encoded, Slot, Uniform
 
 from ..base import Quantizer
 from .codebooks import CACHE_ELEMENTS, Codebook, dynamic, scratch
+
+_LEAST_ROW = 16
+"""Length in numbers below which rows are joined. A scale has as many bytes as four codes of 8 bits. In short rows, such
+as pairs of real and imaginary parts or kernels of convolutions, scales would take more bytes than codes. In rows of 16
+numbers they take a quarter of the codes' bytes."""
+
+
+def joined_axes(shape: Sequence[int], size: int) -> int:
+    """Return how many of the last axes of a slot form its rows. Rows of fewer than 16 numbers are joined.
+
+    size: number of numbers in a block. Rows of at least so many numbers are not joined.
+    """
+    axes, n = 0, 1
+    while axes < len(shape) and (axes == 0 or n < min(_LEAST_ROW, size)):
+        axes += 1
+        n *= shape[-axes]
+    return axes
 
 
 def block_count(n: int, size: int) -> int:
@@ -190,6 +207,8 @@ class Format(Quantizer, ABC):
 class Blockwise(Format, ABC):
     """y = x / s  with  s = max |x| over each block of B numbers along the last axis (the last block may be shorter).
 
+    If the last axis has fewer than 16 numbers (pairs of real and imaginary parts, kernels of convolutions), blocks are
+    along the last two or more axes together, flattened to rows of at least 16 numbers.
     x are the numbers of a block, and s is the scale of the block. Codes are computed by rounding z = x (span / s),
     where `span` depends on the format; z is in [-span, span] up to rounding errors. A block of zeros has s = 0 and is
     decoded as zeros. A block with a number that is not finite, or is beyond float32, is decoded as NaN; other blocks
@@ -236,7 +255,8 @@ class Blockwise(Format, ABC):
         """
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
-        rows = x if x.ndim > 1 else x[:, None]
+        axes = joined_axes(x.shape[1:], self.block_size)
+        rows = x.flatten(-axes) if axes else x[:, None]
         found, drawn = block_maxima(rows, self.block_size).float(), uniform if self.draws else None
         at_once = may_branch_on_values(x) and drawn is None
         if at_once and self.scale == "float32" and _ordinary(found):
@@ -287,7 +307,8 @@ class Blockwise(Format, ABC):
         return z.clamp_(-self.span, self.span) if self.scale == "double" else z
 
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
-        n, codes = slot.shape[-1] if slot.shape else 1, encoded["codes"]
+        axes, codes = joined_axes(slot.shape, self.block_size), encoded["codes"]
+        n = math.prod(slot.shape[len(slot.shape) - axes :])
         s = decode_scales(encoded).to(dtype)
         if not may_branch_on_values(codes):
             return multiply_blocks_(self.values(codes, n, dtype), s, self.block_size).reshape(-1, *slot.shape)

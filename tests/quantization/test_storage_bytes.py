@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 
 import eigengraft
@@ -144,3 +145,26 @@ def test_bytes_a_parameter_of_a_wide_layer(recipe: str) -> None:
     """1e-3: counts and format numbers of one block, and the row that the folded triangle of a factor is shorter by."""
     held = plan(load_recipe(recipe), [("weight", (1024, 1024))], (1,)).state.max()
     assert held / 1024**2 == pytest.approx(WIDE[recipe], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((64, 96), torch.complex64),
+        ((9000,), torch.complex64),
+        ((64, 48, 3, 3), torch.float32),
+        ((96, 128, 1, 1), torch.float32),
+        ((5000, 2), torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("recipe", "most"), [("adamw_8bit", 0.27), ("adamw_4bit", 0.14)])
+def test_short_rows_take_the_bytes_of_long_ones(
+    recipe: str, most: float, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Real and imaginary parts are rows of 2 numbers, kernels are rows of 3 or 1."""
+    coded, whole = (
+        eigengraft.compose(name, [("w", nn.Parameter(torch.ones(shape, dtype=dtype)))]).state_bytes()
+        for name in (recipe, "adamw")
+    )
+    assert coded <= most * whole
