@@ -133,3 +133,31 @@ def test_weights_that_nobody_writes_keep_their_remainders() -> None:
         weight.grad = torch.ones(8).bfloat16()
         optimizer.step()
     assert torch.equal(weight, torch.full((8,), 1.5 - 2.0**-7).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "averaging", [{"kind": "ema", "decay": 0.9}, {"kind": "lawa"}, {"kind": "schedule_free"}], ids=lambda m: m["kind"]
+)
+def test_averages_keep_their_values_until_the_state_is_cleared(averaging: Any, dtype: torch.dtype) -> None:
+    """Only the training iterate takes what is written, so the evaluated iterate is not what was loaded."""
+    pair = Pair(averaging, dtype)
+    for _ in range(5):
+        pair.step()
+    low, optimizer, loaded = pair.low, pair.optimizers[0], torch.full((4, 3), 8.0, dtype=dtype)
+    state = optimizer.state[low]
+    others = [name for name in state if name.startswith("averaging/") and name != "averaging/y"]
+    before = {name: state[name].clone() for name in others}
+    load(low, loaded)
+    optimizer.eval()
+    assert not torch.equal(low.detach(), loaded)
+    optimizer.train()
+    assert torch.equal(low.detach(), loaded)
+    assert before and all(torch.equal(optimizer.state[low][name], value) for name, value in before.items())
+    optimizer.state.clear()
+    optimizer.eval()
+    assert torch.equal(low.detach(), loaded)
+    optimizer.train()
+    pair.step()
+    optimizer.eval()
+    assert float((low.detach() - loaded).abs().max()) < 1
