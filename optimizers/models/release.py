@@ -4,6 +4,10 @@ are then freed.
 A *unit* is a set of parameters that are updated together, so that each parameter gets the same bits as in an ordinary
 step. If the update treats parameters one by one (Adam's fused kernel, chunks), a unit is one parameter. Otherwise a
 unit has all parameters with blocks in the same stacks.
+
+If ranks share parameters, the update of a unit has collectives. All ranks therefore have the same units, made from the
+stacks of all ranks. They update these units at the same times, because backward completes gradients in the same order
+on all ranks: under `fully_shard`, each gradient comes from a collective of its own or of its layer.
 """
 
 from __future__ import annotations
@@ -65,7 +69,8 @@ def release(model: nn.Module, optimizer: Optimizer, parts: int = 16) -> Release:
 
     Raises:
         TypeError: the arguments are no model and optimizer.
-        ValueError: the recipe or the layout of parameters cannot be released. The error names each reason.
+        ValueError: the recipe or the layout of parameters cannot be released, or ranks gave different `parts`. The
+            error names each reason.
     """
     require_watchable("release", optimizer, model)
     if parts < 1:
