@@ -1,14 +1,15 @@
 """The diagnosis of a run from its directory: what went wrong, at which step, in which layer, why, and what to do.
 
 Three files say what happened. fault.json has the first value that was not finite, metrics.jsonl the loss and norms of
-layers over the run, and diagnostics.jsonl the norms of all layers at the end. The task is needed only to check inputs,
-targets, initial outputs, where gradients end, and if a loss is that of a uniform guess (first_batch.py). It is loaded
-for these checks if its data are on this machine. Nothing is trained, and no file is changed.
+layers over the run, and diagnostics.jsonl the norms of all layers at the end. The task is needed only for checks of the
+first batch (first_batch.py). They check inputs, targets, initial outputs, the place at which a gradient becomes 0, and
+if a loss is that of a uniform guess. The task is loaded for them if its data are on this machine. Nothing is trained,
+and no file is changed.
 
-The limits below separate healthy runs from runs that went wrong. The healthy runs are those of
-tests/experiments/test_doctor.py, 130 short runs of twelve recipes at up to 16 times their learning rates, on digits,
-text, sequences, a differential equation and three tasks of users, and the runs of `eigengraft demo`. The limits are
-wide: a false alarm costs more trust than a missed fault.
+The limits below separate healthy runs from runs that went wrong. There were three groups of healthy runs: those of
+tests/experiments/test_doctor.py, those of `eigengraft demo`, and 130 short runs of twelve recipes at up to 16 times
+their learning rates. The tasks of the last group were digits, text, sequences, a differential equation and three tasks
+of users. The limits are wide: a false alarm costs more trust than a missed fault.
 """
 
 from __future__ import annotations
@@ -98,9 +99,10 @@ NOISE = 5
 """A temporary rise of the loss is reported only if it is at least this many times the usual difference between
 successive rows."""
 GROWN = 10
-"""The learning rate counts as too high if most matrices have grown to this many times their first norm, or times a
-usual norm if the first norm is smaller, and the loss had trouble (`_is_untroubled`). Growth alone is no fault: runs of
-200 steps of muon, soap_fitted and anvil on digits grew by 12 to 96 and reached accuracies of 0.96 to 0.99."""
+"""The learning rate counts as too high if most matrices have grown to this many times their first norm, and the loss
+hardly fell or rose far above its first value (`_is_untroubled`). For a first norm below a usual norm, the usual norm
+counts. Growth alone is no fault: in runs of 200 steps of muon, soap_fitted and anvil on digits, norms grew to 12 to 96
+times their first value, and accuracies were 0.96 to 0.99."""
 CHANCE = 0.01
 """Tolerance, as a fraction of the loss of a uniform guess. A validation loss that is never lower than that loss by more
 than this fraction counts as never below it, because the loss of a model that only guesses varies a little."""
@@ -181,8 +183,8 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     "inputs": Explanation(
         "columns of the data have large, tiny or different units and were not normalized, or were read wrongly",
-        "if numbers are read rightly, subtract from each column its mean over the training rows, and divide it by its "
-        "standard deviation there; do the same in validation rows",
+        "if the numbers were read correctly, subtract from each column its mean over the training rows, and divide it "
+        "by its standard deviation there; do the same in validation rows",
     ),
     "targets": Explanation(
         "targets of a regression have a large mean or unit and were not normalized",
@@ -232,9 +234,9 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         lambda run: f"{_lower_layer(run)}add a norm before it, or give it {_decay(run)}",
     ),
     "dead layer": Explanation(
-        "its initial weights, its inputs or the weights of the next layer are 0, the loss does not use its outputs, or "
-        "`detach` cuts them off, or an activation behind it is flat there (ReLU with very negative inputs, Tanh or "
-        "Sigmoid with very large ones)",
+        "its initial weights, its inputs or the weights of the next layer are 0, the loss does not use its outputs, "
+        "they are detached, or the activation after it is flat at all its inputs (ReLU with very negative inputs, Tanh "
+        "or Sigmoid with very large ones)",
         lambda run: _revive(run),
     ),
     "stalled": Explanation(
@@ -364,7 +366,9 @@ class Record:
             return error
 
     def gradient_end(self, parameter: str) -> GradientEnd:
-        """Return where the gradient of a parameter ends in the first batch; empty texts if this cannot be seen."""
+        """Return the place at which the gradient of a parameter becomes 0 in the first batch. If none is found, both
+        texts of the result are empty.
+        """
         if isinstance(self.initial, Exception):
             return GradientEnd()
         try:
@@ -516,9 +520,10 @@ class Record:
     def largest_step(self) -> float | None:
         """Largest measured ratio of an update to the weights; None if none was measured.
 
-        This is the larger of two numbers: the largest ratio |update| / |weight| over all layers together at a logged
-        step, and the median over layers of each layer's largest ratio. Layers that begin with weights of 0 have no
-        ratio in the first step, and the median of the other layers may be larger there.
+        This is the largest of three numbers: the largest ratio |update| / |weight| over all layers together at a logged
+        step, the median over layers of each layer's largest ratio, and the median over layers of their ratios in the
+        first step. The last number may exceed the second, because layers that begin with weights of 0 have no ratio in
+        the first step.
         """
         measures = [self.run.layers.get(name, {}).values() for name in ("update_ratio_peak", "update_ratio_first")]
         return max([*self.numbers("update_ratio"), *(median(own) for own in measures if own)], default=None)
@@ -567,8 +572,8 @@ class Record:
 def diagnose_all(directory: str | Path, with_task: bool = True) -> list[Diagnosis]:
     """Find the faults of all runs of a study, or of all runs below a directory, as `diagnose` does.
 
-    Runs that have not started are left out, and trials of a search too. While no run of a study has started, the
-    trials of its search are diagnosed instead.
+    Runs that have not started and trials of a search are left out. While no run of a study has started, the trials of
+    its search are diagnosed instead.
 
     Args:
         directory: directory of a study, or of several studies or runs.
@@ -704,7 +709,9 @@ def _with_origin(record: Record, found: Finding) -> Finding:
 
 
 def _explained(record: Record, found: Finding) -> Finding:
-    """Return a copy of a finding with the usual causes of its kind, and with advice for this run if it has none yet."""
+    """Return a copy of a finding with the usual causes of its kind. If the finding has no advice yet, add the advice of
+    its kind for this run.
+    """
     own = EXPLANATIONS[found.kind]
     remedy = found.remedy or (own.remedy if isinstance(own.remedy, str) else own.remedy(record))
     return replace(found, usual=own.usual, remedy=remedy)
@@ -897,9 +904,11 @@ def _has_zero_layer(record: Record) -> bool:
 def _of_fault(record: Record) -> Iterator[Finding]:
     """Yield a finding about the recorded fault of the run, if there is one.
 
-    In two cases it names the learning rate in place of the recorded cause. First, the recorded cause is the model, but
-    a step was too large, or the learning rate is FAR times that of the recipe and the loss had trouble, and the weights
-    were updated before the fault. Second, the run is imported, its finite losses rose, and its last loss is not finite.
+    It names the learning rate in place of the recorded cause in two cases:
+
+    - The recorded cause is the model, and the fault came after the first step. An update was too large, or the learning
+      rate is at least FAR times that of the recipe and the loss hardly fell or rose far (`_is_untroubled` is False).
+    - The run is imported, its finite losses rose, and its last loss is not finite.
     """
     fault = record.fault
     if fault is None:
@@ -1003,8 +1012,8 @@ def _grown(record: Record) -> str:
 
 
 def _is_untroubled(record: Record) -> bool:
-    """Return True if the training loss fell and never rose far above its first value. If an update was too large, the
-    loss must have halved.
+    """Return True if the training loss fell by at least LEAST_RISEN of its first value, and never rose to WORSE times
+    its first value. If an update was too large, the loss must have halved.
     """
     first, last = record.first_loss, record.last_loss
     if first is None or last is None or max(record.losses) >= WORSE * first:
@@ -1171,10 +1180,10 @@ def _stalled(record: Record) -> Iterator[Finding]:
 
 def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Finding]:
     """Yield findings about the first batch with the initial weights: a loss function that does not fit the outputs,
-    inputs or targets that are not normalized, or outputs far from a guess.
+    inputs or targets that are not normalized, or a loss far above that of a constant guess.
 
-    notes: list to which the reason is appended if the task or its data are not on this machine, or if the loss of a
-        guess is not known.
+    notes: list of things that were not checked. A note is appended if the task or its data are not on this machine, or
+        if the loss of a uniform guess is not known.
     sick: True if another check found a fault. If False, inputs that are not normalized are reported only if the first
         loss is large or the model learned poorly, because many models learn in spite of them.
     """
@@ -1214,7 +1223,7 @@ def _learned_poorly(record: Record, start: FirstBatch) -> bool:
 
 
 def _is_worse_than_mean(record: Record, start: FirstBatch) -> bool:
-    """Return True if the last loss of a regression is far above that of the mean of the targets."""
+    """Return True if the last loss of a regression is above WORSE times that of the mean of the targets."""
     return record.last_loss is not None and record.last_loss > WORSE * start.constant
 
 

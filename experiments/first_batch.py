@@ -1,7 +1,7 @@
 """Numbers about the first batch of a run, computed with the initial weights of its model.
 
-The doctor compares them: whether inputs and targets are normalized, and whether the first loss is far above that of a
-guess.
+The doctor uses them to check whether inputs and targets are normalized, whether the first loss is far above that of a
+guess, and where the gradient of a layer becomes 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .training.train import isolated_run
 
 UNSCALED = 1e3
 """Ratio of the largest number of one input column to that of a usual column, or to 1 if this is less, above which
-inputs count as not normalized. Pixels from 1 to 255 and standardized columns are far below.
+inputs count as not normalized. Pixels from 1 to 255 and standardized columns are far below. Inputs also count as not
+normalized if all their numbers are below 1 / UNSCALED.
 """
 UNEVEN = 30
 """Ratio of the root mean square of one input column to that of a usual column, from which the column is a finding if
@@ -30,15 +31,17 @@ Columns of digits differ by less than 10, and standardized columns by less than 
 100. On a table of four classes, a column of ratio 42 lowered the accuracy from 0.92 to 0.54.
 """
 LARGE_START = 3
-"""Ratio of the first cross-entropy to that of a uniform guess, above which inputs or initial weights count as too
-large.
+"""Ratio of the first loss to that of a uniform guess among the classes, above which inputs or initial weights count as
+too large.
 """
 FAR_START = 30
-"""The same ratio in a regression, to the loss of the mean of the targets. It is larger, because targets with a small
-spread are learned well. Such a first loss is a finding only if the last loss is above that of the mean too."""
+"""Ratio of the first loss of a regression to the loss of a constant guess, the mean of the targets, above which the
+first loss counts as large. It is larger than LARGE_START, because models learn targets with a small spread well in
+spite of a large ratio. A large first loss is a finding only if the last loss is still above WORSE times that of the
+guess."""
 LARGE_LAYER = 10
-"""Ratio of the initial norm of a matrix to its usual norm, and to that of each other matrix in the same proportion,
-from which the matrix is named as the cause of a large first loss."""
+"""A matrix is named as the cause of a large first loss if its relative size (`relative_size`) is at least this number,
+and at least this many times the relative size of each other matrix."""
 
 
 class FirstBatch(NamedTuple):
@@ -47,17 +50,17 @@ class FirstBatch(NamedTuple):
     loss: loss of the batch.
     unscaled: a sentence about inputs that are not normalized; "" if they are, or nearly.
     classes: number of classes of the task; 0 if targets are no classes, or the loss of a uniform guess is not known.
-    constant: loss of a guess that is the same for each row: uniform among the classes, or else the mean of the targets;
-        infinity if outputs do not have the shape of targets.
+    constant: loss of a constant guess, which is the same for each row: uniform among the classes, or in a regression
+        the mean of the targets; infinity if it is not known.
     guess: validation loss that the task reports for a uniform guess among the classes; infinity without classes.
     fault: a sentence about a loss that does not fit the outputs; "" if none was found.
     single: a sentence about training labels that are all of one class; "" if there are more classes, or no labels.
     uneven: a sentence about a column that is much larger than the others; "" if there is none.
-    even_loss: loss of the batch if such columns are divided so that they have the usual size.
+    even_loss: loss of the batch if all such columns are scaled to the usual size; `loss` if there are none.
     large_layer: name of the matrix whose initial weights alone make the loss large; "" if there is none.
-    large_text: a clause about this matrix.
-    offset: a sentence about targets of a regression whose size alone makes the loss large; "" if it does not.
-    unchecked: the comparison that is not possible, with the reason; "" if it is possible, or targets are no classes.
+    large_text: a clause about `large_layer`; "" if there is none.
+    offset: a sentence about targets of a regression that are so large that the loss is large; "" if they are not.
+    unchecked: a clause about the comparison with a uniform guess, with the reason, if it is not possible; else "".
     """
 
     loss: float
@@ -101,8 +104,8 @@ def first_batch(experiment: Experiment, model: nn.Module) -> FirstBatch:
     unchecked, classes, constant = "", _classes(outputs, targets), math.inf
     if classes > 1 and not (constant := _of_uniform(task, outputs, targets)):
         unchecked = (
-            "whether losses are above those of a uniform guess among the classes, because the `loss` of the task gives "
-            "such a guess no positive loss that is equal for all batches"
+            "whether losses are above that of a uniform guess among the classes, because the `loss` of the task for "
+            "such a guess is not a positive number that is the same for all batches"
         )
         classes, constant = 0, math.inf
     elif classes < 2:
@@ -133,7 +136,7 @@ def first_batch(experiment: Experiment, model: nn.Module) -> FirstBatch:
 
 
 def _classes(outputs: Any, targets: Tensor) -> int:
-    """Return the number of classes if the targets are classes, with one row of outputs for each; else 0."""
+    """Return the number of classes if each target is a class and has a row of outputs; else 0."""
     if not isinstance(outputs, Tensor) or targets.dtype not in (torch.int64, torch.uint8):
         return 0
     return outputs.shape[-1] if outputs.shape[:-1] == targets.shape else 0
@@ -142,14 +145,15 @@ def _classes(outputs: Any, targets: Tensor) -> int:
 def _of_uniform(task: Task, outputs: Tensor, targets: Tensor) -> float:
     """Return the loss of outputs that give all classes the same probability; 0 if it is not known.
 
-    It is known if it is positive, and the same for the first half of the batch, which excludes a sum over rows. The
-    outputs are the logarithms of probabilities, which the cross-entropy and a loss of such logarithms both accept.
+    The loss is known if it is positive and the same for the first half of the batch. A loss that is a sum over rows is
+    smaller there. The outputs are logarithms of probabilities, so that the cross-entropy and a loss that expects such
+    logarithms have the same value.
     """
     uniform = torch.full_like(outputs, -math.log(outputs.shape[-1]))
     half = len(targets) // 2
     try:
         whole, part = task.loss(uniform, targets).item(), task.loss(uniform[:half], targets[:half]).item()
-    except Exception:  # a loss of the user may take outputs of the model only
+    except Exception:  # a loss of the user may accept only outputs of the model
         return 0.0
     return whole if 0 < whole < math.inf and (math.isclose(whole, part, rel_tol=1e-4) or half == 0) else 0.0
 
@@ -161,14 +165,15 @@ def relative_size(parameter: Tensor) -> float:
 
 
 def _large_layer(model: nn.Module, loss: Callable[[Any], float], inputs: Any, constant: float) -> tuple[str, str]:
-    """Return the matrix whose initial weights alone make the first loss large, and a clause about it; "" twice if there
-    is no such matrix.
+    """Return the name of the matrix whose initial weights alone make the first loss large, and a clause about it.
+    Return "" twice if there is no such matrix.
 
-    Its norm is at least LARGE_LAYER times the usual norm, and times that of each other matrix in proportion. With
-    weights of the usual norm, the loss is no longer large.
+    The relative size (`relative_size`) of this matrix is at least LARGE_LAYER, and at least LARGE_LAYER times that of
+    each other matrix. If the matrix is scaled down to 1 or to the largest other relative size, the loss is no longer
+    large.
 
     loss: function that returns the loss of outputs.
-    constant: loss of a uniform guess.
+    constant: loss of a constant guess, as in `FirstBatch`.
     """
     matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1}
     sizes = {name: relative_size(p) for name, p in matrices.items()}
@@ -179,7 +184,7 @@ def _large_layer(model: nn.Module, loss: Callable[[Any], float], inputs: Any, co
     scaled = matrices[name] * (usual / sizes[name])
     try:
         smaller = loss(torch.func.functional_call(model, {name: scaled}, (inputs,)))
-    except Exception:  # some models, such as compiled ones, take no other weights
+    except Exception:  # some models, such as compiled ones, accept no other weights
         return "", ""
     if not smaller <= LARGE_START * constant:
         return "", ""
@@ -190,7 +195,7 @@ def _large_layer(model: nn.Module, loss: Callable[[Any], float], inputs: Any, co
 def _single_class(data: Dataset, targets: Tensor) -> str:
     """Return a sentence if all training labels are of one class; else "".
 
-    targets: labels of the first batch. Other labels are read only if these are of one class.
+    targets: labels of the first batch. The other labels are read only if all labels of this batch are of one class.
     """
     if targets.is_floating_point() or not _are_equal(targets[targets != IGNORED_CLASS]):
         return ""
@@ -211,9 +216,9 @@ def _of_mean(task: Task, outputs: Tensor, targets: Tensor) -> float:
 
 
 def _offset(outputs: Tensor, targets: Tensor) -> str:
-    """Return a sentence about targets that are far from the outputs because of their mean or size; "" if they are not.
+    """Return a sentence if the targets of a regression are much larger than the outputs of the model; else "".
 
-    They are if their root mean square exceeds FAR_START times that of the outputs.
+    This is so if their root mean square exceeds FAR_START times that of the outputs.
     """
     size = float(targets.double().square().mean().sqrt())
     if not size > FAR_START * float(outputs.double().square().mean().sqrt()):
@@ -221,7 +226,7 @@ def _offset(outputs: Tensor, targets: Tensor) -> str:
     mean, spread = float(targets.double().mean()), float(targets.double().std(correction=0))
     return (
         f"targets are not normalized: in the first batch their mean is {mean:.3g} and their standard deviation "
-        f"{spread:.3g}, while a model begins with outputs near 0"
+        f"{spread:.3g}, while the model begins with outputs near 0"
     )
 
 
@@ -249,7 +254,7 @@ def unscaled_inputs(inputs: Tensor, names: Sequence[str]) -> str:
     where = f"column {index}{f' ({names[index]})' if index < len(names) else ''} has" if len(sizes) > 1 else "they have"
     text = f"inputs are not normalized: {where} numbers up to {largest:.3g} in the first batch, and "
     if small and len(sizes) > 1:
-        return f"{text}the other columns smaller ones"
+        return f"{text}those of the other columns are smaller"
     return text + (
         f"a quarter of the columns at most {usual:.3g}" if largest > UNSCALED * usual else "numbers near 1 are usual"
     )
@@ -280,10 +285,10 @@ def uneven_inputs(inputs: Tensor, names: Sequence[str]) -> tuple[str, Tensor]:
 
 
 class GradientEnd(NamedTuple):
-    """Where the gradient of a layer ends.
+    """The place in the model at which the gradient of a layer becomes 0.
 
-    text: a clause about the place; "" if it is not known.
-    remedy: things to do; "" for general advice.
+    text: a clause about the place; "" if the place is not known.
+    remedy: advice for this place; "" if general advice applies.
     """
 
     text: str = ""
@@ -291,7 +296,7 @@ class GradientEnd(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One call of a module without children in a forward pass."""
+    """A call of a module without children in a forward pass, with its first argument and its result."""
 
     name: str
     module: nn.Module
@@ -300,9 +305,9 @@ class _Call(NamedTuple):
 
 
 def gradient_end(experiment: Experiment, model: nn.Module, parameter: str) -> GradientEnd:
-    """Return where the gradient of a parameter ends in the first batch, with the initial weights.
+    """Return the place at which the gradient of a parameter becomes 0 in the first batch, with the initial weights.
 
-    parameter: name of a parameter without a gradient other than 0.
+    parameter: name of a parameter whose gradient is missing or 0.
     """
     task, calls = experiment.task, list[_Call]()
     layer = parameter.rpartition(".")[0]
@@ -337,7 +342,7 @@ def gradient_end(experiment: Experiment, model: nn.Module, parameter: str) -> Gr
         )
     if own.returned.grad is None:
         return GradientEnd(
-            f"; the loss does not depend on the outputs of {layer} in a way that gradients follow",
+            f"; no gradient of the loss reaches the outputs of {layer}",
             f"use the outputs of {layer} in the loss, without `detach`, `no_grad`, `item`, `argmax` or rounding",
         )
     end = next((call for call in calls[place:] if call.returned.grad is not None and call.returned.grad.any()), None)
@@ -345,10 +350,10 @@ def gradient_end(experiment: Experiment, model: nn.Module, parameter: str) -> Gr
         return GradientEnd()
     before = calls[calls.index(end) - 1]
     flat = end.received if next(end.module.parameters(), None) is None else before.returned
-    which = f"{end.name} ({type(end.module).__name__})" if flat is end.received else f"a function behind {before.name}"
+    which = f"{end.name} ({type(end.module).__name__})" if flat is end.received else f"a function after {before.name}"
     low, high = float(flat.detach().min()), float(flat.detach().max())
     return GradientEnd(
-        f"; the gradient ends in {which}, whose inputs are from {low:.3g} to {high:.3g} in the first batch",
-        "bring these inputs near 0, by normalized inputs of the model or by smaller initial weights and biases before "
-        "it, or use an activation that is not flat there",
+        f"; the gradient becomes 0 in {which}, whose inputs are from {low:.3g} to {high:.3g} in the first batch",
+        "bring these inputs near 0, by normalized inputs of the model or by smaller initial weights and biases of the "
+        "layers before, or use an activation that is not flat at these inputs",
     )

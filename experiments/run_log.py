@@ -74,7 +74,7 @@ class RunLog:
             differs between runs.
 
     Raises:
-        ValueError: an argument has a value of a wrong type.
+        ValueError: `steps`, `seed` or `lr` is no number of its type, or JSON cannot store a setting.
         RecipeError: the directory contains a complete run, or a run with other settings.
     """
 
@@ -197,7 +197,7 @@ def _parsed(name: str, value: Any) -> float:
 
 
 def _whole(name: str, value: Any) -> int:
-    """Return a whole number as an `int`. Raises ValueError if the value is none."""
+    """Convert a value to an `int`. Raises ValueError if it is not a whole number."""
     number = _parsed(name, value)
     if isinstance(value, str) or not number.is_integer():
         raise ValueError(f"{name}: it must be a whole number, got {value!r}")
@@ -205,7 +205,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """Return a setting as JSON stores it. Tensors and numbers of NumPy become numbers or lists."""
+    """Return a setting as JSON stores it. Tensors, and arrays and numbers of NumPy, become numbers or lists."""
     try:
         return json.loads(json.dumps(value, default=lambda own: own.tolist()))
     except (TypeError, AttributeError):

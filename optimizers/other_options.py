@@ -31,7 +31,7 @@ _ITERATION = {"ns_steps": "steps", "backend_steps": "steps", "ns_coefficients": 
 """Options of Muon in torch and in its author's code, with the fields of the solver `newton_schulz` that mean the same.
 """
 _OFF_IN_SOAP = {"normalize_grads": False, "data_format": "channels_first"}
-"""Options of the authors' SOAP whose default asks for nothing that a recipe of SOAP does not do, with this default."""
+"""Options of the authors' SOAP for whose default a recipe of SOAP needs no override, with this default."""
 _GRAFTS: Mapping[str, Mapping[str, Any]] = {
     "Adam": {"beta": "beta2", "eps": "epsilon"},
     "RMSprop": {"beta": "beta2", "eps": "epsilon", "bias_correction": False},
@@ -69,7 +69,8 @@ ON_PAGE = frozenset(
         """,
     )
 )
-"""Options of other libraries that docs/from-torch.md has. Errors about them name this page."""
+"""Options of Distributed Shampoo, DALL-E mini, 4-bit Shampoo, SOAP and Muon that docs/from-torch.md explains. Errors
+about them name this page."""
 
 
 def meant_overrides(key: str, value: Any, rule: Recipe | Route, at: str = "") -> dict[str, Any]:
@@ -110,14 +111,15 @@ def _decays(rule: Recipe | Route, at: str = "") -> Iterator[tuple[str, str]]:
 def translated(options: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Translate options of other libraries into overrides of a recipe: {option: {dotted path: value}}.
 
-    The mapping of an option is empty if the option has no certain meaning for the recipe.
+    The mapping of an option is empty if the option has no certain meaning for the recipe. The recipe accepts all
+    overrides of the result together.
     """
     found, accepted = dict[str, dict[str, Any]](), dict[str, Any]()
     for key in options:
         overrides = _overrides(key, options, recipe)
         try:
             load_recipe(recipe, accepted | overrides)
-        except RecipeError:  # the recipe has another kind of stage there, or a value does not fit the field or the rest
+        except RecipeError:  # the recipe has another kind of stage there, or refuses a value
             overrides = {}
         found[key] = overrides
         accepted |= overrides
@@ -125,10 +127,13 @@ def translated(options: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str
 
 
 def superfluous(options: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """Return the options of the authors' SOAP that ask for nothing but what a recipe of SOAP does without them.
+    """Return the options of the authors' SOAP that need no override, because the recipe already does what they ask for.
 
-    options: all options of the call. A negative `shampoo_beta` means that `betas[1]` is the decay of the factors. With
-        `betas` or `beta2` among the options, `translated` has set this decay.
+    The list is empty if the recipe is not SOAP. A negative `shampoo_beta` means that the decay of the factors is
+    `betas[1]`. It needs no override if `betas` or `beta2` is given, because `translated` then sets both decays, or if
+    the recipe has one value for both.
+
+    options: all options of the call.
     """
     path, stage = _soap_stage(recipe)
     if stage is None:
@@ -144,7 +149,7 @@ def superfluous(options: Mapping[str, Any], recipe: Recipe) -> list[str]:
 def _soap_stage(recipe: Recipe) -> tuple[str, Any]:
     """Return (path, stage) of the stage `eigenbasis` of a recipe that is SOAP; ("", None) for other recipes."""
     factored = [(path, stage) for path, stage in _stages(recipe) if "statistic" in type(stage).model_fields]
-    if len(factored) != 1 or ".before." in factored[0][0]:  # with `before`, Shampoo's result is the gradient of Adam
+    if len(factored) != 1 or ".before." in factored[0][0]:  # with `before`, Adam receives Shampoo's result
         return "", None
     path, stage = factored[0]
     return (path, stage) if stage.kind == "eigenbasis" and stage.transport != "none" else ("", None)
@@ -211,13 +216,14 @@ def _of_soap(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -> d
     }
     if key == "merge_dims":
         merge = {"merge": options.get("max_precond_dim", 10000), "merge_from": "first"}
-        # without precondition_1d, merged matrices have a basis and vectors have none, which takes a route
+        # without precondition_1d, merged matrices have a basis and vectors have none, which needs a route
         certain = value is True and options.get("precondition_1d") is True and whole
         return {"blocking": merge, f"{at}.statistic.axes.vectors": True} if certain else {}
     if key == "normalize_grads":
         # With bias correction, the code multiplies the normalized update by a factor, for which there is no stage.
+        # A stage of `after_decay` also normalizes decoupled decay, so that the result is exact only without decay.
         certain = value is True and options.get("correct_bias") is False and whole and not recipe.after_decay
-        certain = certain and isinstance(recipe.weight_decay, Decoupled)  # then `after_decay` receives the update alone
+        certain = certain and isinstance(recipe.weight_decay, Decoupled)
         return {"after_decay": [{"kind": "normalize", "rule": "unit_rms"}]} if certain else {}
     found = _same(fields, key, value)
     if key == "correct_bias" and value is False:

@@ -49,7 +49,7 @@ _OPTIONS = ("lr", "weight_decay", "overrides", "checked", "steps", "silence")
 _HOW = ("foreach", "fused", "capturable")
 """Options of torch's optimizers that choose how a step is computed."""
 _OF_STAGES = ("betas", "momentum", "eps", "nesterov", "dampening")
-"""Options of torch's optimizers that stages of recipes have."""
+"""Options of torch's optimizers whose values are fields of stages in a recipe."""
 _OFF = {
     "amsgrad": "no stage keeps the largest second moment; leave the option out, or use the recipe 'adopt', which "
     "converges with any decay of second moments",
@@ -91,7 +91,7 @@ def require_options(options: Mapping[str, Any], recipe: Recipe, who: str) -> Non
     hint = did_you_mean(others[0], _OPTIONS, first=_other_names(others[0])) if misspelled else ""
     advice = f"; pass overrides={meant}" if meant else ""
     if needless:
-        advice += f"; leave out {', '.join(needless)}, because the recipe needs nothing in place of this value"
+        advice += f"; leave out {', '.join(needless)}, because the recipe already does what this value asks for"
     if others and others[0] in _OPTIONS:
         hint, advice = "", f"{advice}; only `compose` has {others[0]}"
     elif there:
@@ -196,7 +196,8 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[
 
 
 def _for_some(key: str, value: Any, recipe: str) -> str:
-    """Return advice for a param group with an option that a route can have, as the end of an error; "" for others.
+    """Return the end of an error about a key of a param group: how a route gives this option to some parameters.
+    Return "" if a route cannot replace the key.
 
     recipe: JSON text of the optimizer's recipe.
     """

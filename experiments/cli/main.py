@@ -40,7 +40,7 @@ class Commands(TyperGroup):
     """A group of commands. An error that a user can repair is printed as one message, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        given = [*getattr(ctx, "_protected_args", ()), *ctx.args]  # the command and its arguments, which are used up
+        given = [*getattr(ctx, "_protected_args", ()), *ctx.args]  # the command and its arguments
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
@@ -66,9 +66,9 @@ class Commands(TyperGroup):
         """Rewrite the message of an error about an option, and leave all other errors as they are.
 
         If a value is wrong, the message has the value. If an option lacks its value, the message says what the value
-        means. If the command has no such option, the message has the setting that is meant, names the commands that
-        have the option, or says how a setting is given. An error about a missing value or option is recognized by its
-        attribute `option_name`, because typer does not export its class.
+        means. If the command has no such option, the message suggests a setting, names the commands that have the
+        option, or shows how to write a setting. An error about a missing value or option is recognized by its attribute
+        `option_name`, because typer does not export its class.
 
         given: the command and its arguments.
         """
@@ -100,10 +100,10 @@ class Commands(TyperGroup):
 
 
 def _meant_setting(command: Any, name: str, given: Sequence[str]) -> str:
-    """Return the override that a user means who writes a setting as an option, such as seed=3 for --sed 3.
+    """Return the override that an unknown option probably means, such as seed=3 for --sed 3.
 
-    Return "" if the option has no value, if the command takes no overrides, or if no field of its declaration is nearer
-    than its options. Only for an option with a value the fields are read, because that imports torch.
+    Return "" if the option has no value, if the command has no overrides, or if no setting is near to the name or an
+    option of the command is nearer. Settings are read only for an option with a value, because that imports torch.
 
     name: the unknown option.
     given: the command and its arguments.
@@ -121,7 +121,7 @@ def _meant_setting(command: Any, name: str, given: Sequence[str]) -> str:
 
 
 def _settings_of(command: str) -> list[str]:
-    """Return the names of the fields of the declaration that a command changes by overrides."""
+    """Return the names of the fields that the overrides of a command can change."""
     if command in ("show", "plan"):
         return [*eigengraft.Recipe.model_fields]
     from ..studies.study import Study

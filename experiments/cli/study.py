@@ -180,7 +180,7 @@ def doctor_command(
 
 
 def _print_summary(directory: Path, diagnoses: Sequence[Diagnosis]) -> None:
-    """Print a line about all runs of a study, and a table with a row for each run in which something was found."""
+    """Print a line about all runs, or trials of a search, and a table of those in which something was found."""
     from ..reports.records import TUNING
 
     sick = [one for one in diagnoses if one]

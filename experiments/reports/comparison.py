@@ -150,7 +150,7 @@ class ComparisonRow:
         """Return the mean of a metric against steps, seconds, tokens or FLOPs. Return None if there is nothing to draw.
 
         The mean is computed at the steps at which all started runs were evaluated. Runs that diverged are left out of
-        it, and are separate lines of the curve. The label counts runs that are not finished, because the curve then
+        it, and are separate lines of the curve. The label says how many runs are unfinished, because the curve then
         ends early.
 
         drawn: metric to draw; None: the metric of the comparison, which always decides which runs diverged.

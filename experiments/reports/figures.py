@@ -271,7 +271,7 @@ def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic
         return
     axes.set_yscale("log")
     log_ticks(axes.yaxis, _TICKS if high / low < 8 else _FEWER_TICKS if high / low < 1e3 else POWERS)
-    if narrow:  # such a range may have only one of these ticks
+    if narrow:  # a narrow range may have only one of the ticks above
         axes.yaxis.set_major_locator(MaxNLocator(6))
     spread = max(high / low, 1.1)
     axes.set_ylim(low / spread**0.05, high * spread**0.05)

@@ -664,7 +664,7 @@ def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:
     metric = metric_of(study["metric"], study["larger"])
     if not tuned and all(run.status(metric) == "missing" for run in runs):
         search = directory / TUNING
-        remedy = f"its search may still run, whose runs are in {search}" if search.is_dir() else "run the study first"
+        remedy = f"its search may still run; the trials are in {search}" if search.is_dir() else "run the study first"
         raise ValueError(f"{directory}: none of the study's runs has started ({len(runs)} planned); {remedy}")
     target = None if study["target"] is None else Target(**study["target"])
     declared = (study["name"], study["description"], metric, manifest["compare"], manifest["baseline"])

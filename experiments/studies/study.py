@@ -385,8 +385,8 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
         source: path of a YAML file, name of a shipped study, mapping of fields, or study. Paths in a file are relative
             to the file.
         overrides: changes of the study as `dotted.path=value`. Several values, as in `lr=0.001,0.01`, are an axis. With
-            an axis, or a field of studies such as `seeds=0,1`, the file may also be an experiment file, which becomes
-            the base of the study.
+            an axis, or with an override of a field of studies, such as `seeds=0,1`, the file may also be an experiment
+            file. The experiment then becomes the base of the study.
 
     Returns:
         The validated study.
@@ -471,8 +471,8 @@ def _with_axes(data: Mapping[str, Any], axes: Mapping[str, list[Any]]) -> dict[s
 
 
 def _read_with(path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Return the data of a study file with overrides. If the file is an experiment and an override is an axis or a
-    field of studies, such as `seeds`, the experiment becomes the base of a study.
+    """Return the data of a study file with overrides. If the file is an experiment, and an override is an axis or
+    changes a field of studies, such as `seeds`, the experiment becomes the base of a study.
 
     Without an axis, the study has one cell, whose label is the recipe of the experiment.
     """
@@ -507,8 +507,8 @@ def _read(path: Path) -> dict[str, Any]:
     data = read_yaml(path)
     if isinstance(data, Mapping) and "task" in data and "axes" not in data:
         raise RecipeError(
-            f"the file is an experiment, not a study; run it once with `eigengraft train {path}`, or add seeds or an "
-            "axis, such as seeds=0,1 or recipe=adamw,soap"
+            f"the file is an experiment, not a study; run it once with `eigengraft train {path}`, or add seeds or "
+            "several values of a setting, such as seeds=0,1 or recipe=adamw,soap"
         )
     if not isinstance(data, Mapping):
         raise RecipeError(f"the file must contain a mapping with 'base' and 'axes', got {type(data).__name__}")

@@ -34,7 +34,7 @@ batches is far smaller.
 """
 
 HUGE = 1e6
-"""Size of a weight or an input from which a value that is not finite counts as an overflow: a product of two such
+"""Absolute value of a number from which a later value that is not finite counts as an overflow. A product of two such
 numbers is far above all usual numbers. Weights of models that train are below 1000."""
 
 FaultPlace = Literal["batch", "state", "weight", "loss", "evaluation", "gradient", "error"]
@@ -138,7 +138,7 @@ class Divergence:
         named = ((name, parameter.grad) for name, parameter in self.model.named_parameters())
         name = self._first((name, own) for name, own in named if own is not None)
         size, largest = self._largest_weight()
-        if name is not None and self.step > 1 and size >= HUGE:  # no usual model begins with such weights
+        if name is not None and self.step > 1 and size >= HUGE:  # no usual initial weights are so large
             text = (
                 f"the loss is finite, but the gradient of {name} is not, and weights have grown: the largest is "
                 f"{size:.3g}, in {largest}; a smaller lr may help"
@@ -197,8 +197,9 @@ class Divergence:
     def _of_first_loss(self) -> Fault:
         """Return the fault of a loss that is not finite before the first update, while batch and weights are.
 
-        The cause is the model, or the loss function, if all numbers before were below HUGE: then an operation, such as
-        a log of 0, has no finite value. Otherwise the initial weights count as the cause, because numbers overflow.
+        If all numbers before are below HUGE, the cause is an operation of the model or of the loss function that has no
+        finite value, such as a log of 0. Otherwise numbers overflow, and the initial weights count as the cause. They
+        also count as the cause on several ranks, where the numbers are not searched.
         """
         text = "the loss is not finite before the first update, while the batch and all weights are"
         layer, seen, largest = ("", "", math.inf) if self.ranks.distributed else self._first_overflow()
@@ -211,8 +212,9 @@ class Divergence:
         return Fault("loss", "initialization", 1, "", text)
 
     def _first_overflow(self) -> tuple[str, str, float]:
-        """Return where numbers stop being finite in a forward pass: the name of the first layer with such outputs,
-        a clause about it, and the largest absolute number before it. The name is "" for the loss or the model itself.
+        """Find the first place in a forward pass at which numbers are not finite. Return three values: the name of the
+        layer, a clause about its outputs, and the largest absolute value of the finite numbers before it. The name is
+        "" if the outputs of all layers are finite, so that the place is the model itself or the loss.
         """
         inputs, _ = self.batch.to(self.ranks.device)
         found, largest = list[tuple[str, str]](), [0.0]
@@ -223,7 +225,7 @@ class Divergence:
                     sizes = [_size(x) for x in received if isinstance(x, Tensor)]
                     largest[0] = max([largest[0], *filter(math.isfinite, sizes)])
                     if not math.isfinite(_size(outputs)):
-                        found.append((name, f"the outputs of {name} ({kind}) are the first that are not"))
+                        found.append((name, f"the outputs of {name} ({kind}) are the first that are not finite"))
 
             return hook
 
@@ -239,7 +241,7 @@ class Divergence:
         if found:
             return *found[0], largest[0]
         if not isinstance(outputs, Tensor) or not math.isfinite(_size(outputs)):
-            return "", "the outputs of the model are not", largest[0]
+            return "", "the outputs of the model are not finite", largest[0]
         return "", "the outputs of the model are finite too, and their loss is not", max(largest[0], _size(outputs))
 
     def _of_precision(self, in_float32: float) -> Fault:

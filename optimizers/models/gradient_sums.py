@@ -258,13 +258,13 @@ def _stamp(grad: Tensor | None) -> tuple[int, ...]:
 
 
 def _sample(grad: Tensor) -> Tensor:
-    """Return the diagonal of this rank's shard of a gradient, `[n]`; of a vector, all entries."""
+    """Return the diagonal of this rank's shard of a gradient, `[n]`. For a vector, return all entries."""
     own = local(grad.detach())
     return (own.diagonal() if own.ndim > 1 else own).flatten()
 
 
 def _samples(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return a copy of the sample of each parameter's gradient; an empty tensor if there is no gradient."""
+    """Return a copy of `_sample` of each parameter's gradient; an empty tensor if there is no gradient."""
     own = [
         _sample(p.grad) if p.grad is not None else torch.empty(0, dtype=p.dtype, device=p.device) for p in parameters
     ]

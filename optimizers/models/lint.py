@@ -278,7 +278,7 @@ def _long_schedules(composed: Composition) -> Iterator[str]:
     recipe, steps = composed.optimizer.recipe, composed.steps or composed.optimizer.recipe.total_steps
     for path, schedule in schedules(recipe) if steps is not None else ():
         length = sum(segment.length(steps) for segment in schedule)
-        if steps is not None and round(length) > steps:  # fractions that add up to 1 may do so with a rounding error
+        if steps is not None and round(length) > steps:  # a sum of fractions has a rounding error
             yield (
                 f"{path}: its schedule takes {length:g} steps and the run has {steps}, so that {schedule[-1].end:g} is "
                 "never reached; give its length as a `fraction` of the run"

@@ -195,11 +195,13 @@ def _position(stages: list[Any], name: str) -> int | None:
 
 
 def _missing(node: Any, parts: list[str], where: str) -> str:
-    """Return the text of the error about a path whose names `parts` do not exist below a node.
+    """Return the text of an error about a path that does not exist, because a node has no member `parts[0]`.
 
-    It suggests the only path below the node that has all of these names, or else the first of them. At the top level
-    it suggests one of several paths that have the first name.
+    The text suggests the full path below the node that contains all names of `parts` in a row, if there is exactly one.
+    Else it suggests the only path that contains the first name. At the top level, it suggests the first of several such
+    paths. If there is no such path, it suggests the member of the node with the nearest name.
 
+    parts: names of the path, from the missing one on.
     where: dotted path of the node.
     """
     part = parts[0]
@@ -220,9 +222,9 @@ def _missing(node: Any, parts: list[str], where: str) -> str:
 
 
 def _with_names(paths: Iterable[str], names: list[str], where: str) -> list[str]:
-    """Return the beginnings of paths that end with some names in a row, each once.
+    """Return the paths that contain some names in a row, cut off after these names. Equal results are returned once.
 
-    where: beginning of all paths, in which the names do not count.
+    where: common beginning of all paths, in which the names are not searched.
     """
     wanted, start = f".{'.'.join(names)}.", len(f".{where}") if where else 0
     places = ((path, f".{path}.".find(wanted, start)) for path in paths)

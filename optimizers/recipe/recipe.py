@@ -211,7 +211,7 @@ class Recipe(UpdateRule):
     model_config = ConfigDict(json_schema_extra=with_base)
     loader_fields: ClassVar[tuple[str, ...]] = ("base", "set")
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE | dict.fromkeys(
-        loader_fields, "only a mapping or a file has it, as in load_recipe({'base': 'soap', 'set': {...}})"
+        loader_fields, "only a mapping or a file may have it, as in load_recipe({'base': 'soap', 'set': {...}})"
     )
     name: str | None = Field(default=None, description="what reports call it")
     about: str | None = Field(default=None, description="the paper and equations it follows")

@@ -48,8 +48,8 @@ class Factored(Stage):
         first = self.every.first_due(1)
         if first < self.statistic.start:
             raise ValueError(
-                f"statistic.start: must be at most {first}, the step of the first refresh, which else would have no "
-                f"observation to compute from, got {self.statistic.start}; set refresh.start to at least as many steps"
+                f"statistic.start: must be at most {first}, the step of the first refresh, because a refresh needs an "
+                f"observed gradient, got {self.statistic.start}; set refresh.start to {self.statistic.start} or more"
             )
         return self
 

@@ -320,8 +320,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
             )
         if self.start > 1 and self.requires:
             raise ValueError(
-                f"start: must be 1, because {', '.join(sorted(self.requires))} is required from the first update on, "
-                f"got {self.start}"
+                f"start: must be 1, because the statistic needs {', '.join(sorted(self.requires))} from the first "
+                f"update on, got {self.start}"
             )
         if self.slow is not None and self.slow.beta <= self.beta:
             raise ValueError(f"slow.beta: must be greater than beta, {self.beta}, got {self.slow.beta}")
@@ -521,8 +521,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
         """Return the number of gradients that the factor has observed in a step, at least 1.
 
         The factor observes the gradients of steps start, start + interval, start + 2 interval, ... A lagged stage
-        applies its factor to a gradient before the factor observes this gradient. Therefore the very first gradient,
-        in step 0, is only observed if `start` is 1, and counts as one observation more.
+        applies its factor to a gradient before the factor observes this gradient. It applies no factor to the very
+        first gradient, in step 0. If `start` is 1, the factor observes this gradient, which counts as one observation
+        more.
 
         step: number of updates of each block, including the present one.
         behind: 1 if the factor has not observed the gradient of this step yet, else 0.

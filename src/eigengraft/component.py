@@ -163,7 +163,8 @@ class Component(BaseModel, metaclass=ComponentType):
     """For errors: {name of a field: advice} for fields that users look for in this component although they belong
     elsewhere. The key "." has the advice for any unknown field whose name is a dotted path."""
     loader_fields: ClassVar[tuple[str, ...]] = ()
-    """For errors: names that a mapping or file may have beside the fields, because a loader replaces them."""
+    """For errors: keys that a mapping or file may have in addition to the fields. A loader replaces them by values of
+    fields before it makes the component."""
     if_missing: ClassVar[Mapping[str, str]] = {}
     """For errors: {name of a required field: advice} for fields that users expect to be inherited."""
 

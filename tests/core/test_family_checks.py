@@ -217,7 +217,7 @@ def test_mistakes_in_root_solvers(fault: str, says: tuple[object, ...]) -> None:
 
 
 class Ridged(RootSolver):
-    """Roots with a ridge in units of the largest eigenvalue. `hidden`: `regularized` does not know the ridge."""
+    """Roots with a ridge in units of the largest eigenvalue. `hidden`: `regularized` does not add the ridge."""
 
     kind: Literal["ridged"] = "ridged"
     strength: float = 1e-6
@@ -246,7 +246,7 @@ class Ridged(RootSolver):
     ids=repr,
 )
 def test_roots_are_compared_with_the_ridge_of_their_solver(solver: RootSolver) -> None:
-    """No law knows a ridge by the name of its field."""
+    """The field of a ridge may have any name."""
     check_solver(solver, rotates=True)
 
 

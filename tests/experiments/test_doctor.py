@@ -360,7 +360,7 @@ def test_a_gradient_that_ends_in_a_function_of_the_forward_pass_is_found() -> No
     model = Functional(nn.Linear(8, 16), nn.Linear(16, CLASSES))
     with torch.no_grad():
         model[0].bias.fill_(-100)
-    assert "behind 0," in gradient_end(patient(), model, "0.weight").text
+    assert "after 0," in gradient_end(patient(), model, "0.weight").text
     assert gradient_end(patient(), model, "1.weight").remedy and not gradient_end(patient(), model, "no.weight").text
 
 

@@ -264,7 +264,7 @@ def test_the_fields_that_the_page_gives_for_distributed_shampoo_exist() -> None:
 
 
 def loads(name: str, path: str, given: dict[str, Any]) -> bool:
-    """Whether the recipe takes a mapping at a path, in place of what it has there or in addition."""
+    """True if the recipe accepts a mapping at a path, in place of the value there or as changes of its fields."""
     for changes in ({path: given}, {f"{path}.{key}": value for key, value in given.items()}):
         with contextlib.suppress(RecipeError):
             load_recipe(name, changes)

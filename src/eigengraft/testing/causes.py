@@ -75,7 +75,7 @@ class OperationWatch(TorchDispatchMode):
         may depend on the index of a block.
     writes: in-place operations on the watched inputs, with the name of the input.
     casts: conversions of nan or inf to integers, whose result differs between devices.
-    overflows: conversions to integers of finite numbers that are outside of the range of the integers.
+    overflows: conversions of finite numbers to an integer dtype whose range they exceed.
     """
 
     def __init__(self, component: Component, blocks: int = 0, inputs: Mapping[str, Tensor] | None = None) -> None:
@@ -185,19 +185,22 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def _fits(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if all numbers of a tensor that is not empty are in the range of an integer dtype."""
+    """Return True if the range of an integer dtype has all numbers of a tensor, without their fractions.
+
+    x: tensor that is not empty.
+    """
     known = torch.iinfo(dtype)
     return x.dtype == dtype or (known.min - 1 < float(x.min()) and float(x.max()) < known.max + 1)
 
 
 def overflow_cause(component: Component, run: Callable[[], object]) -> str:
-    """Return the line at which a component converts numbers to integers that are too small for them, in parentheses;
-    "" if there is none.
+    """Return the line at which a component converts numbers to an integer dtype whose range they exceed, with advice,
+    in parentheses; "" if there is none.
 
     run: function that runs the component.
     """
     found = _watched(OperationWatch(component), run).overflows
-    text = "receives numbers outside of its range, which change there; clamp them before"
+    text = "receives numbers outside of its range, which it changes; clamp them before the cast"
     return f" ({found[0]} {text})" if found else ""
 
 

@@ -285,7 +285,7 @@ def check_task(task: Task) -> LawReport:
         task: the task. The data of the task are read and the model is built several times, so both should be small.
 
     Returns:
-        A report of the laws that hold and of the laws that do not apply, with a note if inputs are not normalized.
+        A report of the laws that hold and of the laws that do not apply. It has a note if inputs are not normalized.
 
     Raises:
         LawError: laws are broken. The message names all broken laws.

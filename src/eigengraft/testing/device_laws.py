@@ -22,7 +22,7 @@ def require_no_waits(counts: DeviceCounts, when: str, remedy: str = "") -> None:
     when: the step or the call that was watched.
     remedy: advice at the end of the error.
     """
-    lines = [Path(x).name for x in counts.by_line("waits", "uploads")]  # files without folders, as in other laws
+    lines = [Path(x).name for x in counts.by_line("waits", "uploads")]  # file names, as in other laws
     found = [x for x in lines if x.split()[-1] not in DECOMPOSITIONS]
     expected = "no operation for which the CPU waits for the device or copies numbers to it"
     require(not found, when, expected, ", ".join(found), in_parentheses(remedy))

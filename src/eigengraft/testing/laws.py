@@ -117,7 +117,7 @@ class LawReport:
     who: name of the component.
     held: names of the laws that the component satisfies.
     skipped: laws that do not apply to the component, with the reason.
-    notes: sentences about other things that may be faults.
+    notes: sentences about possible faults for which there is no law.
     """
 
     who: str

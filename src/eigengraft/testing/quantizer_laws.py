@@ -267,7 +267,7 @@ def _cause_of_errors(case: QuantizerCase, x: Tensor, y: Tensor) -> str:
         return cause
     near = 0.5 * x.norm()
     if (y.abs() - x.abs()).norm() <= near:
-        return in_parentheses("sizes come back, but not signs; do encode() and decode() keep the sign?")
+        return in_parentheses("decoded numbers have wrong signs, but right sizes; does encode() store the sign?")
     scaled = y * ((x * y).sum() / y.square().sum().clamp_min(1e-30))
     return in_parentheses(_OTHER_SCALE) if (scaled - x).norm() <= near else ""
 

@@ -297,16 +297,17 @@ def roots_turn_and_scale_with_the_matrix(case: SolverCase[RootSolver]) -> None:
         require_close(scaled, root, case.tolerance, what, lambda: _ABSOLUTE_RIDGE)
 
 
-_REGULARIZED = " (does `regularized` return the eigenvalues with the ridge of root(), and has root() the power -e?)"
+_REGULARIZED = " (does `regularized` add the ridge that root() adds, and does root() return the power -e?)"
 
 
 def a_root_undoes_its_matrix(case: SolverCase[RootSolver]) -> None:
-    """A^-e f(A)^e = I, with the function f that `regularized` applies to the eigenvalues of A: the solver's ridge and
-    its treatment of small eigenvalues.
+    """A^-e f(A)^e = I, where A^-e is the solver's root, and f is the method `regularized`, which is applied to the
+    eigenvalues of A. f adds the solver's ridge, and treats small eigenvalues as the solver does.
 
-    The tolerance is the larger of 1e-2, which allows for the residual, and the largest relative change of an
-    eigenvalue by f, up to 1/2. This allows for a ridge in root() whose unit is a bound of the largest eigenvalue. The
-    law also checks that a solver refuses exponents that it does not support, with a message.
+    I is the identity on eigenvectors that f does not leave out. The tolerance is 1e-2, which allows for the residual.
+    It is larger if f changes an eigenvalue by a larger fraction: then it is this fraction, but at most 1/2. This allows
+    for a ridge in root() that is proportional to a bound of the largest eigenvalue. The law also checks that a solver
+    refuses exponents that it does not support, with a message.
     """
     a, solver = definite(), case.component
     values, q = torch.linalg.eigh(a)
@@ -354,20 +355,20 @@ def roots_come_with_a_report(case: SolverCase[RootSolver]) -> None:
         worst = float(root.residual.max())
         require(worst < 1, "residual", "below 1", f"{worst:.2g}")
         wanted = (_treated(case.component, torch.linalg.eigvalsh(definite())) > 0).all(1).tolist()
-        expected = f"{wanted}, True where `regularized` gives no eigenvalue of 0"
+        expected = f"{wanted}, True where `regularized` returns no 0"
         require(root.definite.tolist() == wanted, "definite", expected, root.definite.tolist())
 
 
 def roots_of_diagonals_are_elementwise(case: SolverCase[RootSolver]) -> None:
-    """Roots of diagonals a are f(a)^-e, with f the method `regularized`, and 0 where f(a) is 0. The tolerance is 1e-10.
-    Only a diagonal that is not finite is marked as failed.
+    """Roots of diagonals a are f(a)^-e, where f is the method `regularized`. They are 0 where f(a) is 0. The
+    tolerance is 1e-10. Only a diagonal that is not finite is marked as failed.
     """
     a, solver = torch.tensor([[4.0, 1.0, 0.25], [1e6, 1e6, 1e5]], dtype=torch.float64), case.component
     exponent = usual_exponent(solver)
     root = solver.diagonal_root(a, exponent)
     treated = _treated(solver, a)
     fine = bool(root.ok.all()) and torch.equal(root.definite, (treated > 0).all(1))
-    what = "ok roots with int32 iterations, definite where `regularized` gives no 0"
+    what = "ok roots with int32 iterations, definite where `regularized` returns no 0"
     require(fine and root.iterations.dtype == torch.int32, "diagonal_root()", what, root)
     error = float((root.value * treated ** float(exponent) - (treated > 0).to(a.dtype)).abs().max())
     what = f"the relative error of f(a)^-{exponent}, with `regularized` as f"

@@ -284,7 +284,7 @@ def _mixes(case: StageCase) -> str | None:
     return None if traits.entrywise else _ENTRYWISE
 
 
-_ENTRYWISE = "only stages that update each entry by its own gradients, and declare Traits(entrywise=True), need it"
+_ENTRYWISE = "it is a law of stages that update each entry by its own gradients and declare Traits(entrywise=True)"
 
 
 def slots_follow_their_frame_when_signs_change(case: StageCase) -> None:

@@ -67,8 +67,8 @@ def batches_are_a_pure_function_of_seed_and_step(case: Case[Task]) -> None:
     for name, other in (("seed", first.batch(4, 7)), ("step", first.batch(3, 8))):
         cause = f"does batch() use the {name}?"
         if bool((one == one[:1]).all()):
-            value = f"all entries are {one.flatten()[0]:g}" if _is_constant(one) else "all rows are equal"
-            cause = f"the cause is not the {name}: {value} in its inputs; does load() fill them with the data?"
+            value = f"entries are all {one.flatten()[0]:g}" if _is_constant(one) else "rows are all equal"
+            cause = f"the cause is not the {name}, but the inputs, whose {value}; does load() fill them with data?"
         different = not _same(one, other.inputs)
         require(different, f"the inputs of the batch of another {name}", "others", "the same", in_parentheses(cause))
 
@@ -295,7 +295,7 @@ def _same(one: Tensor, two: Tensor) -> bool:
 def input_notes(task: Task) -> Iterator[str]:
     """Yield a sentence about inputs of the first batch that are not normalized, by the rules of the doctor.
 
-    It is no law, because a model may normalize its inputs itself.
+    This is no law, because a model may normalize its inputs itself.
     """
     from eigengraft.experiments.first_batch import uneven_inputs, unscaled_inputs
 
