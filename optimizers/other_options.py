@@ -18,7 +18,6 @@ from eigengraft.errors import RecipeError
 
 from .recipe.loading import load_recipe
 from .recipe.recipe import Recipe, Route
-from .write.write import Decoupled
 
 _MOMENTS = {
     "momentum": ("first_moment",),
@@ -219,12 +218,6 @@ def _of_soap(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -> d
         # without precondition_1d, merged matrices have a basis and vectors have none, which needs a route
         certain = value is True and options.get("precondition_1d") is True and whole
         return {"blocking": merge, f"{at}.statistic.axes.vectors": True} if certain else {}
-    if key == "normalize_grads":
-        # With bias correction, the code multiplies the normalized update by a factor, for which there is no stage.
-        # A stage of `after_decay` also normalizes decoupled decay, so that the result is exact only without decay.
-        certain = value is True and options.get("correct_bias") is False and whole and not recipe.after_decay
-        certain = certain and isinstance(recipe.weight_decay, Decoupled)
-        return {"after_decay": [{"kind": "normalize", "rule": "unit_rms"}]} if certain else {}
     found = _same(fields, key, value)
     if key == "correct_bias" and value is False:
         stages = dict(_stages(recipe))

@@ -74,15 +74,15 @@ class Commands(TyperGroup):
         """
         if isinstance(cause := error.__cause__, ValidationError) and hasattr(error, "param"):
             error.message = error.message.replace("Value error, ", "")
-            given = str(cause.errors()[0]["input"])
-            error.message += f", got {given}" if given not in error.message else ""
+            value = str(cause.errors()[0]["input"])
+            error.message += f", got {value}" if value not in error.message else ""
         name, command = getattr(error, "option_name", None), self.commands.get(ctx.invoked_subcommand)
         if name is None:
             return
         option: Any = next((one for one in command.params if name in one.opts), None) if command is not None else None
         if option is not None and getattr(option, "help", None):
-            value = option.metavar or str(option.type.name).upper()
-            error.message = f"{name}: its value {value} is missing; {option.help}"
+            word = option.metavar or str(option.type.name).upper()
+            error.message = f"{name}: its value {word} is missing; {option.help}"
         elif option is None and command is not None and (setting := _meant_setting(command, name, given)):
             error.message = f"there is no option {name}; settings have no dashes, did you mean {setting}?"
             error.possibilities = None

@@ -62,7 +62,7 @@ def soap(init: Tensor, given: list[Tensor], betas: tuple[float, float], **option
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * (p.T @ g @ q) ** 2
         size = 0.01 * math.sqrt(1 - b2**t) / (1 - b1**t) if corrects else 0.01
         d = p @ ((p.T @ m @ q) / (v.sqrt() + 1e-6)) @ q.T
-        w = w - size * (d / (1e-30 + d.square().mean().sqrt()) if options.get("normalize_grads") else d)
+        w = w - size * d
         left, right = left.lerp(g @ g.T, 1 - decay), right.lerp(g.T @ g, 1 - decay)
         if t % 3 == 0:
             orders = [(x.T @ s @ x).diagonal().argsort(descending=True) for x, s in ((p, left), (q, right))]
@@ -79,7 +79,6 @@ def soap(init: Tensor, given: list[Tensor], betas: tuple[float, float], **option
         {"shampoo_beta": 0.8},
         {"shampoo_beta": -1},
         {"correct_bias": False},
-        {"correct_bias": False, "normalize_grads": True},
     ],
     ids=str,
 )
