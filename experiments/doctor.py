@@ -588,7 +588,7 @@ def diagnose_all(directory: str | Path, with_task: bool = True) -> list[Diagnosi
     home = Path(directory)
     search, manifest = home / TUNING, read_object(home / f"{MANIFEST}.json")
     if not any((home / run["directory"] / "config.json").is_file() for run in manifest.get("runs", ())):
-        home = search if any(files_named("config.json", search)) and manifest else home
+        home = search if manifest and any(files_named("config.json", search)) else home
     return [diagnose(run.directory, with_task) for run in read_records(home).runs if run.config]
 
 

@@ -86,8 +86,8 @@ def require_options(options: Mapping[str, Any], recipe: Recipe, who: str) -> Non
     meant = {path: value for overrides in found.values() for path, value in overrides.items()}
     needless = superfluous(unknown, recipe)
     others = [key for key, overrides in found.items() if not overrides and key not in needless]
-    there = others and others[0] in ON_PAGE
-    misspelled = others and not there and others[0] not in _elsewhere()
+    there = [key for key in others if key in ON_PAGE]
+    misspelled = others and others[0] not in (*ON_PAGE, *_elsewhere())
     hint = did_you_mean(others[0], _OPTIONS, first=_other_names(others[0])) if misspelled else ""
     advice = f"; pass overrides={meant}" if meant else ""
     if needless:
@@ -95,7 +95,7 @@ def require_options(options: Mapping[str, Any], recipe: Recipe, who: str) -> Non
     if others and others[0] in _OPTIONS:
         hint, advice = "", f"{advice}; only `compose` has {others[0]}"
     elif there:
-        advice += f"; if '{others[0]}' is an option of another library, see docs/from-torch.md"
+        advice += f"; for {', '.join(there)} of another library, see docs/from-torch.md in the repository"
     verb = "is not an option" if len(unknown) == 1 else "are not options"
     known = ", ".join(_OPTIONS if who == "compose" else _OPTIONS[:-2])
     raise TypeError(

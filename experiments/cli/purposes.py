@@ -259,40 +259,40 @@ def goals() -> tuple[Goal, ...]:
         first(
             "few steps and little time",
             lambda own: -min(own.steps, own.time),
-            "{steps:.2f}, {time:.2f}",
+            "steps {steps:.2f}, time {time:.2f}",
             "both profiles are large: the lower one of steps and time is compared",
         ),
-        first("fewest steps", lambda own: -own.steps, "{steps:.2f}", "largest profile of steps"),
+        first("fewest steps", lambda own: -own.steps, "steps {steps:.2f}", "largest profile of steps"),
         first(
             "least time",
             lambda own: -own.time,
-            "{time:.2f}",
+            "time {time:.2f}",
             "largest profile of time, whose steps are counted, not measured: lower bounds for GPT-2 small with 65,536 "
             "tokens a step on one H100 SXM",
         ),
         first(
             "few steps and little memory",
             lambda own: own.state,
-            "{steps:.2f}, {state:.2f} bytes",
+            "steps {steps:.2f}, {state:.2f} bytes",
             f"fewest bytes of state per parameter with a profile of steps of {_NEAR_BEST:g} or more",
             _NEAR_BEST,
         ),
         first(
             "least memory",
             lambda own: own.state,
-            "{steps:.2f}, {state:.2f} bytes",
+            "steps {steps:.2f}, {state:.2f} bytes",
             "fewest bytes of state per parameter with AdamW's profile of steps or more",
             usual,
         ),
         first(
             "little tuning",
             lambda own: own.rates or math.inf,
-            "{steps:.2f}, factor {rates:.3g}",
+            "steps {steps:.2f}, factor {rates:.3g}",
             "least factor between the smallest and the largest of the best learning rates of the five tasks, all "
             "targets reached; then the profile of steps",
         ),
         first(
-            "language models",
+            "language models (transformers)",
             lambda own: own.text or math.inf,
             "{text:.0f} steps",
             "fewest steps to the targets of two small tasks, a GPT on Python's sources and one on English, added",
@@ -312,7 +312,7 @@ def goals() -> tuple[Goal, ...]:
         ),
         Goal(
             "to compare with",
-            (("adamw", "{steps:.2f}, {time:.2f}, {state:.2f} bytes".format(**run["adamw"]._asdict())),),
+            (("adamw", "steps {steps:.2f}, time {time:.2f}, {state:.2f} bytes".format(**run["adamw"]._asdict())),),
             "profile of steps, profile of time, bytes of state per parameter",
         ),
     )

@@ -217,7 +217,7 @@ def draw_line(axes: Axes, curve: Curve, logarithmic: bool = False, *, few_marker
     """Draw a curve in its style: its line with the band around it, and the runs that diverged.
 
     logarithmic: True if the horizontal axis will be logarithmic, for the places of markers.
-    few_markers: True for about seven markers at equal distances. False for a marker at every point, as for values that
+    few_markers: True for few markers, as `_marked` chooses them. False for a marker at every point, as for values that
         were tried.
     """
     own = stroke(curve.style)
@@ -239,10 +239,15 @@ def draw_line(axes: Axes, curve: Curve, logarithmic: bool = False, *, few_marker
 
 
 def _marked(x: Sequence[float], logarithmic: bool) -> list[int]:
-    """Return the indices of about seven points that get a marker, at equal distances along the horizontal axis."""
+    """Return the indices of points that get a marker: all of at most twelve points, else about seven. These are equally
+    many points apart, or on a logarithmic axis at equal distances along it.
+    """
+    if len(x) <= 12:
+        return list(range(len(x)))
+    if not logarithmic:
+        return list(range(0, len(x), math.ceil(len(x) / 7)))
     places = np.array(x, dtype=float)
-    if logarithmic:  # such an axis has no 0
-        places = np.log(np.where(places > 0, places, math.nan))
+    places = np.log(np.where(places > 0, places, math.nan))  # such an axis has no 0
     if np.isnan(places).all():
         return []
     wanted = np.linspace(np.nanmin(places), np.nanmax(places), 7)

@@ -699,7 +699,8 @@ def _joint(directory: Path) -> Records:
     ]
     found = [place for place in sorted(places) if (place / "config.json").is_file()]
     if not found:
-        raise ValueError(f"{directory}: contains neither a study nor runs; give the directory of a study or of runs")
+        found_none = "contains neither a study nor runs" if directory.exists() else "does not exist"
+        raise ValueError(f"{directory}: {found_none}; give the directory of a study or of runs")
     runs = [_single_run(path, directory) for path in found]
     for run, title in zip(runs, _conditions(runs), strict=True):
         if title:

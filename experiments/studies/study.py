@@ -441,6 +441,8 @@ def split_axes(overrides: Iterable[str]) -> tuple[dict[str, list[Any]], list[str
         values = _values(text) if equals else []
         if path in _TEXTS and text.strip() and text.strip()[0] not in "'\"":
             own.append(f"{path}={json.dumps(text)}")  # a text is not parsed as YAML
+        elif path == "seeds" and values and not isinstance(values[0], list):
+            own.append(f"seeds=[{text}]")
         elif len(values) < 2 or path in _TEXTS:
             own.append(override)
         elif path in Study.model_fields:

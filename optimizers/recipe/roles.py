@@ -424,6 +424,8 @@ _EMBEDDING = re.compile(
     r"|(^|\.|_)((pos|position|positional)_(encodings?|table)|relative_(attention|position)_bias(_table)?)$"
     r"|^(model\.)?shared$"
 )
+_VECTORS = re.compile(r"((\w+_)?(pos|position|positional|pe|tokens?|latents?|prompts?|codebook)|positions|queries)")
+"""Names of parameters that are tables of vectors if no layer owns them: `self.pos = nn.Parameter(...)`."""
 _NORM = re.compile(r"(^|\.|_)((layer|rms|batch|group|instance)?_?norm|bn|ln)(_?\d+|_[a-z])?$", re.IGNORECASE)
 _NAMED_NORM = re.compile(r"(^|\.|_)(layer|rms|batch|group|instance)_?norm(_?\d+|_[a-z])?$", re.IGNORECASE)
 """Names that clearly mean a normalization layer, even if its gain has several axes."""
@@ -613,6 +615,8 @@ def _is_named_table(holder: Holder, shape: tuple[int, ...]) -> bool:
 
     If the parameter is called `weight`, it must also have two axes, as a table has.
     """
+    if not holder.is_weight and _VECTORS.fullmatch(holder.own) and sum(length > 1 for length in shape) > 1:
+        return True
     names = holder.path if holder.is_weight else (*holder.path, holder.own)
     return _EMBEDDING.search(".".join(names)) is not None and (not holder.is_weight or len(shape) == 2)
 

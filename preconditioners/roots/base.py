@@ -72,6 +72,11 @@ class Basis(_BasisTensors):
     __slots__ = ()
 
     def __new__(cls, q: Tensor, order: Tensor | None = None, ok: Tensor | None = None) -> Self:
+        if order is not None and (order.dtype is torch.bool or order.ndim != 2):
+            raise TypeError(
+                f"Basis: order must be whole numbers of shape [N, r], got {order.dtype} of shape {list(order.shape)}; "
+                "pass `ok` by its name, as in Basis(q, ok=ok)"
+            )
         return super().__new__(cls, q, order, finite_blocks(q) if ok is None else ok)
 
 

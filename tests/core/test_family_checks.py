@@ -267,6 +267,14 @@ def test_a_root_and_a_basis_need_one_tensor() -> None:
     assert one.z is None and one.scale == 1.0
 
 
+def test_a_basis_refuses_ok_in_the_place_of_the_order() -> None:
+    q = torch.eye(4).expand(2, 4, 4)
+    ok = torch.tensor([False, True])
+    with refused(TypeError, "order", "ok=ok"):
+        Basis(q, ok)
+    assert Basis(q, ok=ok).ok is ok
+
+
 # Basis and polar solvers.
 
 BASIS: dict[str, Callable[[Tensor, Tensor], Any]] = {

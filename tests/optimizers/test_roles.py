@@ -251,6 +251,19 @@ CASES = {
         "head.weight",
         vectors="stages.0.grn.gamma",
     ),
+    "tables without a layer": Case(
+        lambda: tree(
+            {
+                "pos": P(9, D),
+                "register_tokens": P(4, D),
+                "queries": P(4, D),
+                "mixer": {"queries": L(D, D), "w_q": P(D, D)},
+            }
+            | {"head": L(D, 10)}
+        ),
+        "head.weight",
+        "pos register_tokens queries",
+    ),
     "Swin": Case(
         lambda: tree({"layers": [{"relative_position_bias_table": P(9, 2), **timm_block()}], "head": {"fc": L(D, 10)}}),
         "head.fc.weight",

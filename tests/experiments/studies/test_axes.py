@@ -270,6 +270,7 @@ def test_an_experiment_with_fields_of_a_study_is_a_study_of_one_cell(tmp_path: P
         ({"recipe": "adamw"}, 0.1, 1),
     ]
     assert load_study(file, ["tune={seeds: [7]}"]).tune is not None
+    assert load_study(file, ["seeds=3"]).seeds == (3,) == load_study(file, ["seeds=[3]"]).seeds
     with refused(RecipeError, "ablate", "mine.yaml seeds=0,1"):
         load_experiment(file, ["seed=0,1"])
 
