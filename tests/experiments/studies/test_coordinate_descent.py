@@ -157,6 +157,19 @@ def test_a_search_goes_on_from_what_has_been_run(tmp_path):
         plan_tuning(study(base={**TINY, "steps": 3}), tmp_path)
 
 
+@pytest.mark.parametrize("cause", ["data", "learning rate"])
+def test_a_search_ends_if_the_data_are_at_fault(cause, tmp_path):
+    runs = plan_tuning(study(), tmp_path)[0]
+    end(tmp_path, runs, lambda lr, seed: None)
+    for run in runs:
+        (tmp_path / run.directory / "fault.json").write_text(json.dumps({"cause": cause, "text": "row 40 has NaN"}))
+    if cause == "data":
+        with refused(RecipeError, "row 40", tmp_path / "tuning"):
+            plan_tuning(study(), tmp_path)
+    else:
+        assert plan_tuning(study(), tmp_path)[0]
+
+
 @pytest.mark.slow
 def test_a_study_tunes_then_runs(tmp_path, monkeypatch):
     fork_what_is_spawned(monkeypatch)
