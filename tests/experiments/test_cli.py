@@ -669,7 +669,7 @@ WRONG = {
     "no task": (["train", "part.yaml"], ("part.yaml", "task")),
     "unknown key": (["train", "key.yaml"], ("key.yaml", "stepz", "steps")),
     "a wrong value of an override": (["train", "exp.yaml", "lr=abc"], ("exp.yaml with lr=abc", "lr")),
-    "a wrong value of an override of a study": (["ablate", "demo", "seeds=2"], ("demo.yaml with seeds=2", "seeds")),
+    "a wrong value of an override of a study": (["ablate", "demo", "seeds=-1"], ("demo.yaml with seeds=-1", "seeds")),
     "a directory without a run": (["train", "."], ("directory '.'", "config.json")),
     "a directory in place of a study": (["ablate", "."], ("directory", "study file")),
     "unknown key in the task": (["train", "exp.yaml", "task.widht=3"], ("task.widht", "width")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,17 +37,29 @@ def shards() -> Model:
 
 
 def follow(recipe: Any, released: bool) -> dict[str, Any]:
-    """Parameters after some steps of two micro-batches each, and how many parameters stepped during backward."""
-    module = shards()
-    optimizer = eigengraft.compose(recipe, module, lr=0.02, weight_decay=0.1)
-    release = eigengraft.release(module, optimizer) if released else None
-    stepped = 0
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    """Follow the model of layers with two micro-batches in each step."""
+
+    def backward(module: nn.Module, generator: torch.Generator, release: Any) -> None:
         for last in (False, True):
             tokens = torch.randint(0, TOKENS, (4, LENGTH), generator=generator)
             with release.accumulate() if release is not None and not last else nullcontext():
                 nn.functional.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten()).backward()
+
+    return _followed(shards(), recipe, released, backward, weight_decay=0.1)
+
+
+def _followed(
+    module: nn.Module, recipe: Any, released: bool, backward: Callable[..., None], **options: Any
+) -> dict[str, Any]:
+    """Return the parameters after some steps, how many parameters stepped during backward, and all step counts.
+
+    backward: function of the model, a generator of numbers and the release or None, which computes the gradients.
+    """
+    optimizer = eigengraft.compose(recipe, module, lr=0.02, **options)
+    release = eigengraft.release(module, optimizer) if released else None
+    stepped = 0
+    for step in range(STEPS):
+        backward(module, torch.Generator().manual_seed(100 * step + dist.get_rank()), release)
         stepped += 0 if release is None else len(release.stepped)
         optimizer.step()
         optimizer.zero_grad()
@@ -68,22 +81,12 @@ def stacks() -> nn.Sequential:
 
 
 def follow_stacks(recipe: Any, released: bool) -> dict[str, Any]:
-    """Parameters of the model of equal layers after some steps, and how many parameters stepped during backward."""
-    module = stacks()
-    optimizer = eigengraft.compose(recipe, module, lr=0.02)
-    release = eigengraft.release(module, optimizer) if released else None
-    stepped = 0
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    """Follow the model of equal layers."""
+
+    def backward(module: nn.Module, generator: torch.Generator, _: object) -> None:
         module(torch.randn(4, 8, generator=generator)).square().mean().backward()
-        stepped += 0 if release is None else len(release.stepped)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {
-        "parameters": values(module),
-        "stepped": stepped,
-        "steps": [int(x["step"]) for x in optimizer.state.values()],
-    }
+
+    return _followed(stacks(), recipe, released, backward)
 
 
 def parts_of_ranks() -> str:
