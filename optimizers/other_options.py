@@ -145,13 +145,20 @@ def superfluous(options: Mapping[str, Any], recipe: Recipe) -> list[str]:
     return [*found, *(["shampoo_beta"] if unset and same else [])]
 
 
+def _factored(recipe: Recipe) -> list[tuple[str, Any]]:
+    """Return (path, stage) of each stage with a statistic. The list is empty if Adam receives the result of the first
+    one as its gradient, as in 4-bit Shampoo.
+    """
+    found = [(path, stage) for path, stage in _stages(recipe) if "statistic" in type(stage).model_fields]
+    return [] if found and ".before." in found[0][0] else found
+
+
 def _soap_stage(recipe: Recipe) -> tuple[str, Any]:
     """Return (path, stage) of the stage `eigenbasis` of a recipe that is SOAP; ("", None) for other recipes."""
-    factored = [(path, stage) for path, stage in _stages(recipe) if "statistic" in type(stage).model_fields]
-    if len(factored) != 1 or ".before." in factored[0][0]:  # with `before`, Adam receives Shampoo's result
-        return "", None
-    path, stage = factored[0]
-    return (path, stage) if stage.kind == "eigenbasis" and stage.transport != "none" else ("", None)
+    match _factored(recipe):
+        case [(path, stage)] if stage.kind == "eigenbasis" and stage.transport != "none":
+            return path, stage
+    return "", None
 
 
 def momentum_path(recipe: Recipe) -> str | None:
@@ -165,11 +172,11 @@ def _overrides(key: str, options: Mapping[str, Any], recipe: Recipe) -> dict[str
         found_at = [f"{path}.solver" for path, own in solvers.items() if getattr(own, "kind", "") == "newton_schulz"]
         value = [*options[key]] if isinstance(options[key], tuple) else options[key]
         return {f"{found_at[0]}.{_ITERATION[key]}": value} if len(found_at) == 1 else {}
-    soap = _soap_stage(recipe)
-    if soap[1] is not None:
-        return _of_soap(key, options, recipe, soap[0])
-    factored = [(path, stage) for path, stage in _stages(recipe) if "statistic" in type(stage).model_fields]
-    if not factored or ".before." in factored[0][0]:  # in the second case Shampoo's result is the gradient of Adam
+    at, soap = _soap_stage(recipe)
+    if soap is not None:
+        return _of_soap(key, options, recipe, at)
+    factored = _factored(recipe)
+    if not factored:
         found = [role for _, role in _decays(recipe)]
         sums = any(stage.kind == "sum" for _, stage in recipe.stages())  # its moments have decays of their own
         certain = not sums and all(found.count(role) == 1 for role in _MOMENTS.get(key, ()))

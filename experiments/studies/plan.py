@@ -21,7 +21,7 @@ import torch
 from eigengraft.component import validated
 from eigengraft.errors import RecipeError, counted, first_lines, name_some
 
-from ..files import files_named, make_directory, read_object, short_name
+from ..files import files_named, make_directory, short_name
 from ..provenance import provenance_changes
 from ..reports.records import MANIFEST, METRICS, TUNING, Metric, Run, TunedCell, cell_name
 from ..tasks import Fingerprint, Task
@@ -431,21 +431,20 @@ class _CellSearch:
                 return None
             scores.append(self.metric.sign * run.final(self.metric))
             if math.isinf(scores[-1]):
-                _require_sound_data(run.directory)
+                self._require_sound_data(run.directory)
             seconds += run.result["seconds"]
             stopped += [run.result["steps"]] if _was_stopped(planned.experiment, run, self.metric) else []
             curves[planned.seed] = {k: self.metric.sign * v for k, v in run.evaluations(self.metric).items()}
         return Trial(values, sum(scores) / len(scores), min(stopped, default=None), seconds, curves)
 
-
-def _require_sound_data(run: Path) -> None:
-    """Raise RecipeError if the record of a run's fault says that data are the cause."""
-    fault = read_object(run / "fault.json")
-    if fault.get("cause") in ("data", "validation data"):
-        raise RecipeError(
-            f"{run}: {fault['text']}; the search ends here; repair the data, and remove "
-            f"{run.parents[2]} before the same command is given again"
-        )
+    def _require_sound_data(self, run: Path) -> None:
+        """Raise RecipeError if the record of a run's fault says that data are the cause."""
+        fault = RunDirectory(run).read("fault")
+        if fault is not None and fault["cause"] in ("data", "validation data"):
+            raise RecipeError(
+                f"{run}: {fault['text']}; the search ends here; repair the data, and remove "
+                f"{self.directory / TUNING} before the same command is given again"
+            )
 
 
 def _was_stopped(experiment: Experiment, run: Run, metric: Metric) -> bool:

@@ -282,12 +282,12 @@ def test_errors_name_the_page_for_its_options_alone() -> None:
 
     model = nn.Linear(3, 2)
     for key in ("stat_compute_steps", "decay_preconditioning_compute_steps"):
-        with pytest.raises(TypeError, match=r"from-torch\.md") as told:
+        with pytest.raises(TypeError, match=r"from-torch\.md") as caught:
             eigengraft.compose("shampoo_4bit", model, **{key: 10})
-        assert "'steps'" not in str(told.value)
-    with pytest.raises(TypeError) as told:
+        assert "'steps'" not in str(caught.value)
+    with pytest.raises(TypeError) as caught:
         eigengraft.compose("shampoo_4bit", model, unheard_of=10)
-    assert "from-torch.md" not in str(told.value)
+    assert "from-torch.md" not in str(caught.value)
 
 
 def test_the_page_and_the_errors_give_the_same_overrides_for_distributed_shampoo() -> None:

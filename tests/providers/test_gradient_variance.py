@@ -40,7 +40,7 @@ def variance(some: Sequence[Tensor]) -> Tensor:
     return (len(some) * torch.stack(list(some))).var(0, correction=0)
 
 
-def told(optimizer: Optimizer, weight: Tensor) -> tuple[Tensor, Tensor]:
+def means_after_step(optimizer: Optimizer, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Means of the variance over the columns and over the rows, as `noise_metric` keeps them."""
     optimizer.step()
     rows, columns = ("rows", "columns")
@@ -60,7 +60,7 @@ def test_the_signal_is_the_variance_over_the_backwards_of_a_step(count: int) -> 
     for step in range(3):
         some = parts(count, seed=10 * step)
         backward(weight, some)
-        require(told(optimizer, weight), variance(some))
+        require(means_after_step(optimizer, weight), variance(some))
         optimizer.zero_grad(set_to_none=step % 2 == 0)
 
 
@@ -72,7 +72,7 @@ def test_vectors_and_numbers_have_a_variance(shape: tuple[int, ...]) -> None:
     assert watch_gradient_variance(optimizer) is not None
     some = [normal(*shape, seed=k) / 2 for k in range(2)]
     backward(weight, some)
-    rows, _ = told(optimizer, weight)
+    rows, _ = means_after_step(optimizer, weight)
     torch.testing.assert_close(rows.flatten(), variance(some).flatten(), rtol=1e-12, atol=1e-12)
 
 
@@ -83,7 +83,7 @@ def test_dropped_gradients_do_not_count() -> None:
     torch.autograd.grad((weight * parts(1, seed=60)[0]).sum(), weight)
     some = parts(2)
     backward(weight, some)
-    require(told(optimizer, weight), variance(some))
+    require(means_after_step(optimizer, weight), variance(some))
 
 
 def test_gradients_that_are_clipped_are_clipped_in_the_signal() -> None:
@@ -92,7 +92,7 @@ def test_gradients_that_are_clipped_are_clipped_in_the_signal() -> None:
     backward(weight, some)
     norm = float(nn.utils.clip_grad_norm_([weight], 0.1))
     factor = 0.1 / (norm + 1e-6)  # torch's
-    rows, columns = told(optimizer, weight)
+    rows, columns = means_after_step(optimizer, weight)
     # the factor is measured in float32
     torch.testing.assert_close(rows, factor**2 * variance(some).mean(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(columns, factor**2 * variance(some).mean(0), rtol=1e-5, atol=0)
@@ -102,10 +102,10 @@ def test_a_step_with_one_backward_keeps_the_means() -> None:
     weight, optimizer = watched()
     some = parts(2)
     backward(weight, some)
-    told(optimizer, weight)
+    means_after_step(optimizer, weight)
     optimizer.zero_grad()
     backward(weight, parts(1, seed=70))
-    require(told(optimizer, weight), variance(some))
+    require(means_after_step(optimizer, weight), variance(some))
 
 
 def test_a_first_step_with_one_backward_is_refused() -> None:
@@ -122,7 +122,7 @@ def test_compose_watches_and_copies_of_models_do_not() -> None:
     some = parts(2)
     backward(net.weight, some)
     backward(twin.weight, parts(3, seed=80))
-    require(told(optimizer, net.weight), variance(some))
+    require(means_after_step(optimizer, net.weight), variance(some))
 
 
 def test_removed_hooks_provide_nothing() -> None:
