@@ -1,6 +1,7 @@
 """Assignment of parameters to ranks: the ranks that share each parameter, and the rank that owns each of its blocks.
 
-Owners follow from the costs that stages declare. `distributed/balance.py` divides these costs among ranks.
+Owners are chosen such that all ranks have about equal costs. Stages declare the costs of their blocks, and
+`distributed/balance.py` divides the costs among ranks.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def block_cost(recipe: Recipe, path: str, block: tuple[int, ...], dtype: torch.d
 def common_interval(recipe: Recipe) -> int:
     """Return the number of steps after which the refreshes of all updates repeat.
 
-    The number is the least common multiple of their periods, without periods that would raise it above
-    LONGEST_INTERVAL.
+    The number is the least common multiple of the periods of all cadences. Periods that would raise it above
+    LONGEST_INTERVAL are left out.
     """
     cadences = [cadence for rule in recipe.rules().values() for cadence in rule.cadences().values()]
     interval = 1
@@ -118,9 +119,15 @@ def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, lo
     """Assign an owner to each block of parameters that the same ranks share, and add the cost of the blocks to `loads`.
 
     The order of the parameters has no effect. The cost of parameters whose blocks need no owners (`ParamSpec.in_place`)
-    is added first. If a stage needs sums over a parameter, all blocks of that parameter have one owner. Frozen
-    parameters are assigned last, so that the work on all other parameters is balanced without frozen ones. Return the
-    balance of the parameters that are not frozen.
+    is added to `loads` before owners are chosen. If a stage needs sums over a parameter, all blocks of that parameter
+    have one owner. Frozen parameters are assigned last, so that the work on all other parameters is balanced without
+    frozen ones.
+
+    Return the balance of the work in `loads` before the work on frozen parameters is added.
+
+    specs: the parameters. The owners are written into their placements (`ParamPlacement.owners`).
+    phases: for each parameter, the fractions of a refresh interval at which its blocks are refreshed.
+    loads: work and bytes of state of each rank.
     """
     balances = [
         _assign([spec for spec in specs if spec.frozen is frozen], recipe, phases, loads) for frozen in (False, True)
@@ -129,7 +136,11 @@ def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, lo
 
 
 def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: Loads) -> Balance:
-    """Assign an owner to each block of these parameters, and add the cost of the blocks to `loads`."""
+    """Assign an owner to each block of parameters, and add the cost of the blocks to `loads`. Return the balance.
+
+    The arguments are those of `assign_owners`, which calls this function twice: first for the parameters that are not
+    frozen, then for the frozen ones.
+    """
     owned, places = list[_Owned](), list[dict[int, int]]()
     known = dict[tuple[int, BlockGrid], list[Held]]()
 
@@ -164,9 +175,9 @@ def _blocks(
     interval: int,
     known: dict[tuple[int, BlockGrid], list[Held]],
 ) -> Iterator[_Owned]:
-    """Yield each block of a parameter with its cost.
+    """Yield each block of a parameter with its cost, and with the number of its entries that each rank holds.
 
-    cost_of: function that returns the cost of a block from its path, shape and dtype.
+    cost_of: function (path of the update, shape of the block, dtype of the computation) that returns a block's cost.
     phases: for each block, by its key, the fraction of a refresh interval at which it is refreshed.
     interval: number of steps after which the refreshes repeat.
     known: cache of the numbers of entries that each rank holds (`_held`), by layout and grid of blocks. This function
@@ -183,14 +194,14 @@ def _blocks(
 
 
 def _items(cost: Cost, work: float, phases: NDArray[np.float64], interval: int) -> Iterator[Item]:
-    """Yield the costs of n blocks, all of one shape and update, in the form in which `balance.assign` takes them.
+    """Yield the cost of each of n blocks of one shape and update, in the form that `balance.assign` requires.
 
     The cost of a refresh counts at the steps at which it is due. If a refresh is due at every step, or its steps are
     not known in advance, its mean cost counts at every step.
 
     cost: floating-point operations and bytes of one block.
     work: mean work of one block in a step, in the unit of the balance (measured milliseconds or counted operations).
-    phases: `[n]`, phase of each block.
+    phases: `[n]`, fraction of a refresh interval at which each block is refreshed.
     interval: number of steps after which the refreshes repeat.
     """
     constant, scale = cost.constant, work / cost.work if cost.work else 0.0
@@ -241,8 +252,8 @@ class Advice(NamedTuple):
 
     A wave consists of the blocks whose refreshes are due in the same step.
 
-    fields: paths of the fields `min_wave_work` in the recipe, which set the smallest size of a wave.
-    min_wave_work: recommended value of these fields.
+    fields: paths of the fields `min_wave_work` in the recipe, which set the least refresh work of a wave.
+    min_wave_work: recommended value of these fields, in units of the most expensive refresh.
     balance: balance of the work over ranks with this value.
     """
 
@@ -265,10 +276,12 @@ WORTHWHILE = 0.05
 def advise(
     specs: Sequence[ParamSpec], recipe: Recipe, keys: Iterable[ParamKey], ranks: int, now: Balance
 ) -> Advice | None:
-    """Return the advice to let more refreshes be due in the same step (a wave): PER_RANK of them for each rank.
+    """Return a recommendation of larger waves, so that ranks wait less for each other. Return None if it is of no use.
 
-    Return None if ranks would wait hardly less for each other: the efficiency, mean work / largest work of a rank,
-    must grow by at least WORTHWHILE.
+    A wave consists of the blocks whose refreshes are due in the same step. The recommended wave has PER_RANK refreshes
+    for each rank, in units of the most expensive refresh, or all refreshes of an interval if there are fewer. The
+    recommendation is of no use if it is a single refresh, if the recipe has no field that sets the size of waves, or if
+    the efficiency (mean work / largest work of a rank) would grow by less than WORTHWHILE.
 
     specs: parameters that the same ranks share. Their present owners do not change.
     keys: keys of all parameters of the optimizer.
@@ -288,7 +301,8 @@ def advise(
 def wave_fields(recipe: Recipe, paths: Iterable[str]) -> list[str]:
     """Return the paths of all fields `min_wave_work` in the updates at the given paths.
 
-    The field says how many refreshes must at least be due in the same step, in units of the most expensive one.
+    The field sets the least refresh work of a step that has refreshes, in units of the most expensive refresh. Cadences
+    that refresh all blocks in the same step are left out.
     """
     cadences = chain.from_iterable(recipe.rules()[path].cadences(path).items() for path in paths)
     return [f"{name}.refresh.min_wave_work" for name, cadence in cadences if cadence.spread]
@@ -376,6 +390,8 @@ class Assignments:
 
         Which rank updates a block, and when the block is refreshed, is decided later, by `assign`.
 
+        index: index of the param group in the optimizer.
+        infos: for each parameter, its name, its shape and the facts by which the recipe chooses its update.
         frozen: for each parameter, True if it counts as frozen. None: parameters with `requires_grad=False` are frozen.
         """
         frozen, specs = [not p.requires_grad for p in parameters] if frozen is None else frozen, list[ParamSpec]()
@@ -423,7 +439,7 @@ class Assignments:
         """Warn, on one rank, if ranks will spend much of their time waiting for each other's refreshes.
 
         groups: all groups.
-        balances: result of `assign` for them.
+        balances: for each set of ranks, the balance of the work of all groups, as `assign` returns it.
         """
         for rank_group, own in _shared(groups).items():
             if rank_group.all_ranks.rank == 0:
@@ -466,7 +482,8 @@ class Assignments:
     def check(self, index: int, group: ParamGroup, values: Mapping[str, Any]) -> None:
         """Raise ValueError on every rank if ranks have different recipes or different param groups at this index.
 
-        values: the param group, with its values.
+        index: index of the param group in the optimizer.
+        values: the same param group as torch stores it, a dictionary with `lr` and `weight_decay`.
         """
         for rank_group, specs in _shared([group]).items():
             pairs = zip(group.parameters, group.specs, strict=True)

@@ -1,9 +1,9 @@
 """Delayed refreshes: a worker thread computes their results beside training.
 
-A refresh that is due at step t reads a copy of the state of t, and takes effect at t + k (`Every.delay`). Between these
-two steps, a job for the refresh is in the queue of one thread of the process. LAPACK and products of matrices release
-the interpreter's lock, so that training continues on other cores. On a CUDA device the thread also launches its kernels
-on a side stream.
+A refresh that is due at step t reads a copy of the state at that step. It takes effect at step t + k, with the delay k
+of the cadence (`Every.delay`). Between these two steps, a job for the refresh is in the queue of one thread of the
+process. LAPACK and products of matrices release the interpreter's lock, so that training continues on other cores. On a
+CUDA device the thread launches its kernels on a side stream.
 
 Training does not depend on the time at which a job ends, because its inputs are copies and `finish` waits for its end.
 `finish` stores the results in pending slots of the state. It is called at t + k, and before state is saved, copied,
@@ -59,7 +59,7 @@ class _Job:
     what: text for errors, "<stage path>: solve() at step <t>".
     solve: function that returns the results. The job references it until the results are stored, so that a device does
         not reuse the memory of the copies that the function reads.
-    side: streams of the device. The results are computed on the side stream.
+    side: side stream of the device, on which the results are computed. On a CPU this object does nothing.
     future: the results, and a mark (such as a CUDA event) on the side stream after their computation.
     process: id of the process whose thread runs the job.
     """
@@ -92,7 +92,7 @@ class _Job:
 class StackRefreshes(DelayedRefreshes):
     """The delayed refreshes of one stack: computations of new roots or bases, in a worker thread beside training.
 
-    The object knows the refreshes that have begun and whose results are not stored yet.
+    The object keeps each refresh that has begun until the results of the refresh are stored in the state.
 
     device: device of the stack.
     """
@@ -133,7 +133,7 @@ class StackRefreshes(DelayedRefreshes):
         self._finish([job for job in self._jobs if job.state.path == path and np.isin(job.seeds, seeds).any()])
 
     def finish_all(self) -> None:
-        """Store the results of all refreshes that have begun."""
+        """Wait for all refreshes that have begun, and store their results in the state."""
         self._finish(list(self._jobs))
 
     def _finish(self, jobs: list[_Job]) -> None:
@@ -151,7 +151,7 @@ def _computed(solve: Callable[[], Results], side: Streams, begun: Any) -> tuple[
 
     Return the results, and a mark (`Streams.mark`) on the side stream after their computation.
 
-    begun: mark on the main stream. The computation begins only when all work before this mark is done.
+    begun: mark on the stream on which steps run. The computation begins only when all work before this mark is done.
     """
     with torch.no_grad(), never_compiled(), side.aside():
         side.wait(begun)

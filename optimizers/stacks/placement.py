@@ -1,8 +1,9 @@
-"""For each parameter of an optimizer: its specification, the ranks that hold it, and the steps in which its blocks are
-refreshed (their phases, fractions of the refresh interval).
+"""Specifications of parameters, the ranks that hold each parameter, and the phases of its blocks.
 
-They follow from the recipe and from names, shapes and layouts of parameters, and not from values. So every rank
-computes the same result.
+The phase of a block is the fraction of a refresh interval at which the block is refreshed.
+
+Specifications, ranks and phases follow from the recipe and from names, shapes and layouts of parameters, not from
+values. Every rank therefore computes the same result.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..recipe.recipe import Recipe, Route, slot_keys
 
 
 class ParamKey(NamedTuple):
-    """The properties of a parameter from which it follows in which of every k steps its blocks are refreshed.
+    """The properties of a parameter that determine at which step of a refresh interval each of its blocks is refreshed.
 
     name: name of the parameter.
     path: path of the parameter's update in the recipe, "" or "routes.<name>".
@@ -56,8 +57,8 @@ The phase of a block is the fraction of a refresh interval at which the block is
 class _Kind(NamedTuple):
     """Blocks of one shape under one update.
 
-    cost: cost of a refresh of one block.
-    blocks: each parameter with the keys of its blocks.
+    cost: cost of one refresh of a block, summed over the stages of the update.
+    blocks: pairs of a parameter and the keys of its blocks.
     """
 
     cost: float
@@ -70,6 +71,8 @@ class _Kind(NamedTuple):
 
 def refreshes(rule: Recipe | Route, block: tuple[int, ...]) -> Iterator[tuple[Cadence, float]]:
     """Yield (cadence, cost of one refresh of the block) for each stage that has refreshes.
+
+    The cost is the `refresh_cost` of the stage's traits.
 
     block: shape of the block.
     """
@@ -118,7 +121,7 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
 
 
 def refresh_units(recipe: Recipe, parameters: Iterable[ParamKey]) -> float:
-    """Return the cost of all refreshes in an interval divided by the cost of the costliest one; 0 without refreshes."""
+    """Return the cost of refreshing every block once, divided by that of the costliest block; 0 without refreshes."""
     return _units(_kinds(recipe, set(parameters)).values())
 
 
@@ -171,7 +174,7 @@ class ParamPlacement:
 class ParamSpec:
     """The properties of a parameter that decide how it is cut into blocks and where the blocks are computed.
 
-    name: name of the parameter in errors and counts. It is also the seed of the parameter's random numbers.
+    name: name of the parameter in errors and counts. The seeds of the parameter's random numbers are hashes of it.
     path: path of its update in the recipe.
     shape: shape of the full parameter. A complex parameter has the shape `[..., 2]`, with pairs (real, imaginary).
     dtype: dtype of the parameter; for a complex parameter, the dtype of its real and imaginary parts.

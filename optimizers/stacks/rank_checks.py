@@ -107,7 +107,7 @@ def check_construction(
 
 
 def _checksums(specs: Sequence[ParamSpec], parameters: Sequence[Tensor], rank: int) -> dict[int, tuple[int, int]]:
-    """Return, by position, a checksum of the entries of the parameter that this rank holds.
+    """Return a checksum, two integers, of the entries that this rank holds of each parameter, by position.
 
     Parameters without copies on other ranks, or without values (meta, fake), are left out.
     """
@@ -121,10 +121,9 @@ def _checksums(specs: Sequence[ParamSpec], parameters: Sequence[Tensor], rank: i
 
 
 def _remedy(text: str, parameters: Sequence[Tensor]) -> str:
-    """Return advice for the end of an error.
+    """Return advice for the end of an error: `text`, and a remedy for plain tensors that differ between ranks.
 
-    If some parameters are plain tensors, it is `text` with a remedy for plain tensors. If all parameters are DTensors,
-    it is a remedy for DTensors.
+    Return "" if all parameters are DTensors, for which there is no such advice.
     """
     return "" if all(is_dtensor(p) for p in parameters) else f"{text}; {NO_COPIES}"
 
@@ -151,7 +150,7 @@ def step_numbers(hypers: Mapping[int, Hyper], steps: int, again: int) -> dict[st
 
     hypers: values of param groups, by index of the group.
     steps: number of steps before this one.
-    again: number of steps that have already used the present gradients.
+    again: number of earlier steps that used the same gradients, because no backward has written new ones since.
     """
     found: dict[str, float | Tensor] = {}
     for group, own in hypers.items():
@@ -230,7 +229,10 @@ class RankChecks:
         return RankSurvey(self.names, present, sums, self._largest, self.checked.ranks.size)
 
     def _check_roots(self, ranks: RankGroup, sums: Mapping[str, Tensor], outcome: str) -> None:
-        """Raise ArithmeticError if roots failed too often on any rank."""
+        """Raise ArithmeticError if matrix roots of a parameter failed too often on any rank. Empty the set `failed`.
+
+        ranks, sums, outcome: arguments of a `SumCheck`. Only `sums` is read: the sums of fields over ranks, by name.
+        """
         self.failed.clear()
         if bad := [name for name, count in zip(self.names, sums[FAILED].tolist(), strict=True) if count]:
             raise failed_roots("update", self.failure.roots, bad)
@@ -323,8 +325,9 @@ class RankSurvey:
         return bool(self.squares[list(positions)].any())
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor:
-        """Return booleans `[n]` on the device, True for each gradient that can be used.
+        """Return `[n]` booleans on the device, one for each of n positions: True if the gradient there can be used.
 
+        positions: positions of the n parameters.
         finite: True if gradients with inf or nan cannot be used. If an update squares gradients, their squares must be
             finite too. False: every gradient that is present can be used.
         """

@@ -53,7 +53,7 @@ class StackState:
     seeds: `[N]`, seed of the random numbers of each block.
     run_step: step of the run at which the scheduled numbers of the update are evaluated; the first step is 1.
     number: index of the stack in its parameter set.
-    block_group: index of the block group of the blocks. None: no block of the stack is sent between ranks.
+    block_group: index of the block group to which the blocks belong. None: no block of the stack is sent between ranks.
     width_factors: `[N]`, factor of the direction of each block. None: there are no factors.
     host_factors: the same factors as floats. None: there are no factors.
     tensors: state tensors `[N, ...]`, by "<stage path>/<slot>". Offloaded tensors are in host memory, except while a
@@ -64,7 +64,8 @@ class StackState:
     checks: checks of the contract of every stage. None: the optimizer is not in checked mode.
     step_watch: measurement of the present step, which also runs the checks. None: the step is not measured.
     refreshes: delayed refreshes that have begun and are not finished. None: no stage has a delay.
-    fresh: cache of the codes of initial values, which several stacks share and extend.
+    fresh: cache of the codes of initial values (`FreshCodes`), which several stacks share. The constructor reads it,
+        and adds the codes that it lacks.
     """
 
     recipe: Recipe
@@ -103,7 +104,7 @@ class StackState:
         yield from slot_keys(self.rule, self.path, self.stack.block).items()
 
     def stored(self, key: StateKey) -> list[Tensor]:
-        """Return the tensors that store a slot: one tensor, or the codes of a quantizer and their format."""
+        """Return the tensors that store a slot: one tensor, or its codes and the hash of their storage format."""
         return [self.tensors[name] for name in self.names(key)]
 
     def stored_slots(self) -> dict[StateKey, StoredSlot]:
@@ -173,7 +174,7 @@ class StackState:
         return cast(Quantizer, self.encoded[name].codec).format()
 
     def restart(self, row: int, changed: Container[str]) -> None:
-        """Reset the slots of a block whose entries are all zero to their initial values.
+        """Reset each slot of a block to its initial value if all entries of the slot are zero.
 
         Code outside of the optimizer resets state by writing zeros, but zero is not the initial value of every slot.
 
@@ -191,7 +192,7 @@ class StackState:
                 continue
             stored.pop().fill_(self.format_of(str(key)))
             parts = dict(zip(how.names, stored, strict=True))
-            # if the scales of all codes are 0, the slot is 0 and need not be decoded
+            # if all stored tensors in floating point, such as scales, are 0, the slot is 0 and need not be decoded
             floats = [part for part in stored if part.is_floating_point()]
             if any(part.float().any() for part in floats or stored) and how.codec.decode(parts, slot, how.dtype).any():
                 continue
@@ -221,7 +222,7 @@ class StackState:
 
     @cached_property
     def step_sizes(self) -> tuple[StateKey, ...]:
-        """Keys of the slots with a step size (such as Prodigy's) for each block, which also multiplies weight decay."""
+        """Keys of the slots that store a step size of each block (as Prodigy does), which also multiplies the decay."""
         update = f"{self.chain_path('update')}."
         return tuple(key for key, slot in self.slots() if slot.step_size and str(key.stage).startswith(update))
 
@@ -296,9 +297,9 @@ class StackState:
     def context(
         self, blocks: ActiveBlocks, counts: NDArray[np.int64], signals: Mapping[str, Tensor | float]
     ) -> StepContext:
-        """Return the object from which stages read step counts, corrections and signals of the active blocks.
+        """Return the object from which stages read step counts, bias corrections and signals of the active blocks.
 
-        counts: number of gradients of each parameter, including the present one.
+        counts: `[P]`, number of gradients of each parameter, including the present one.
         signals: inputs beside the gradient that the stages request, for these blocks, by name.
         """
         phases, seeds, steps = self.phases, self.seeds, counts[blocks.stack.param_ids]
@@ -340,9 +341,9 @@ class StackState:
         """Return the state that a chain reads and writes in one call.
 
         chain: field of the update that holds the chain.
-        rows: rows of the blocks on the device. None: all rows.
+        rows: `[n]` on the device, rows of the n blocks that the chain computes. None: all rows.
         mask: `[n]`, False for rows whose state must not change. None: the state of all rows may change.
-        context: context of the same blocks.
+        context: context of the n blocks.
         """
         counters = (lambda: (context.seed, context.step)) if self.encoded else None
         storage = Storage(self.encoded, counters, self.step_watch or self.checks, self.refreshes)
@@ -438,7 +439,7 @@ class EqualBlocks:
         return {position for position, _ in self.grids}
 
     def single(self) -> list[tuple[int, BlockGrid]]:
-        """Return the pairs in `grids` divided into single blocks: (position of the parameter, grid of one block)."""
+        """Return a pair (position of its parameter, grid of this one block) for each of the N blocks, in order."""
         return [(position, grid.block(index)) for position, grid in self.grids for index in range(len(grid.keys))]
 
     def split(self, most: int, recipe: Recipe) -> Iterator[EqualBlocks]:
@@ -540,11 +541,15 @@ def divide(
 ) -> Iterator[tuple[BlockGroup, NDArray[np.float64]]]:
     """Divide the blocks that several ranks share into groups of N equal blocks, each group with its owners.
 
-    Yield (group, the phases `[N]` of its blocks: the fraction of a refresh interval at which each one is refreshed). A
-    group fits into one message of each rank and one stack on every rank, except if its blocks must stay together.
-    If stages need sums over a parameter, the block groups of that parameter are consecutive and are marked as joined.
-    Block groups of neighboring parameters are close together, so that all updates of a parameter arrive within a few
-    rounds.
+    Yield pairs (group, phases `[N]` of its blocks). A phase is the fraction of a refresh interval at which a block is
+    refreshed.
+
+    A group has at most as many blocks as fit into one round of messages (`round_bytes`), and into one stack for each
+    rank. It has more only if stages need sums over a parameter, whose equal blocks then stay in one group. Groups with
+    blocks of the same such parameter are consecutive, and all but the first are marked as joined (`BlockGroup.joined`).
+    Groups of neighboring parameters are close together, so that all updates of a parameter arrive within a few rounds.
+
+    ranks: number of ranks that share the parameters.
     """
     limit = round_bytes(specs, recipe, ranks)
     sizes = (math.prod(spec.shape) * compute_dtype(spec.dtype).itemsize for spec in specs)
@@ -587,8 +592,10 @@ def _place(
 ) -> BlockGroup:
     """Return the block group of equal blocks, with the owner of each block and its row in the owner's stack.
 
-    dtypes: dtypes of the parameters. If there is only one, gradients are sent in this dtype, and so are parameters if
-        owners send updated parameters.
+    dtypes: dtypes of the parameters to which these blocks belong, and of parameters whose blocks are computed together
+        with them. If there is only one, gradients are sent in this dtype, and so are parameters if owners send updated
+        parameters. If there are several, or if the recipe adds weight decay to gradients, gradients are sent in the
+        dtype of the computation. With `distribution.dtype: bf16` every message is in bfloat16.
     """
     path, shape, dtype, device, _ = blocks.kind
     rows = [0] * ranks
