@@ -224,7 +224,7 @@ class _Key(NamedTuple):
     gradients, parameters: address and layout of each tensor. The kernels of a graph read a tensor at the strides and in
         the dtype of the capture, so a gradient with other strides at the same address needs another graph.
     state: addresses of the state tensors, whose layouts never change.
-    groups: for each parameter, the index of the first param group that has the same rates; as bytes.
+    groups: for each parameter, the index of the first param group that has the same rates, stored as bytes.
     zeros: for each rate of weight decay, True if the rate is 0, so that the graph computes no decay.
     decays: weight decays of the stacks (tensors of blocks with one shape) that a fused kernel updates. They are
         constants of the graph.
@@ -318,13 +318,13 @@ class CapturedStacks:
     def step(
         self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
     ) -> str | None:
-        """Run a step that can be captured or replayed. The caller has checked this by the method `unfit`.
+        """Run a step that can be captured or replayed: the method `unfit` has returned None for it.
 
         If there is a graph for steps with the key (`_Key`) of this step, replay it. Otherwise run the step without a
         graph. The third such step in a row with the same key also captures a graph.
 
-        Return a text in two cases, else None. If the key differs from that of the last such step, its graph is dropped,
-        and the text names the difference. If a graph could not be made, the text has the reason.
+        Return the reason for which this step dropped a graph or could not make one, else None. A graph is dropped if
+        the key differs from that of the last step that this method ran. The reason then names the difference.
 
         moved: `[P]`, True for parameters that the step changes.
         counts: `[P]`, number of gradients of each parameter, including the present one.
@@ -414,7 +414,8 @@ class CapturedStacks:
         """
         scales, mask = self._scales(step.rates), None if step.mask is None else self._mask
         dtypes = {own.stack.dtype for own in self.stacks} | ({torch.float32} if self.fused else set())
-        # float64 on a CPU, because kernels there round a Python number and a float64 tensor to the same value
+        # Rates are Python numbers in a step without a graph, and tensors in a graph. Kernels on a CPU round a float64
+        # tensor to the same value as a Python number, so float64 gives the same bits.
         widest = torch.float64 if torch.float64 in dtypes or self.device.type == "cpu" else torch.float32
 
         def body() -> None:
@@ -486,7 +487,10 @@ class CapturedStacks:
 
 
 def never(stacks: Sequence[StackState], recipe: Recipe) -> str | None:
-    """Return why the stacks can never be captured, whatever their programs are; None if no reason is known."""
+    """Return the reason why the stacks can never be captured; None if no reason is known.
+
+    Only reasons that do not depend on the traced programs of the stacks are checked.
+    """
     device = stacks[0].stack.device.type
     if device not in CAPTURERS:
         return f"devices of type {device} have no graphs"
@@ -568,8 +572,13 @@ class Graphs:
         return rest
 
     def _leave(self, piece: CapturedStacks, reason: str, unplanned: bool) -> None:
-        """Count a step in which blocks were updated without their captured graph. Warn once of each important reason.
+        """Count a step that a set of stacks ran without a graph.
 
+        Warn of the reason, once, if `unplanned` is True. If this was the set's step number PATIENCE without a replay,
+        warn of its most frequent reason.
+
+        piece: the set of stacks.
+        reason: why the step ran without a graph.
         unplanned: True if the graph was dropped or cannot be captured. False for steps that never have a graph, such as
             those with a refresh.
         """

@@ -44,7 +44,10 @@ class StepNumbers:
     captured: ClassVar[bool] = False
 
     def count(self, own: StackState, step: int) -> Tensor:
-        """Return the step count of blocks of a stack as a 0-d float32 tensor on the device, for a fused kernel."""
+        """Return `step`, the step count of the blocks of a stack, as a 0-d float32 tensor on the device.
+
+        Fused kernels read this tensor.
+        """
         return torch.full((), float(step), dtype=torch.float32, device=own.stack.device)
 
     def steps(self, own: StackState, context: StepContext) -> Tensor:
@@ -68,8 +71,8 @@ class Step:
     mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
     rates: learning rate and weight decay of each parameter.
     survey: facts about the full gradients, such as their norms.
-    signals: inputs of stages beside gradients: signals by name, and sums of slots over all parameters by key of the
-        slot. A sum is one number. The form of a signal follows from its `Signal.extent`:
+    signals: inputs of stages beside gradients. A sum of a slot over all parameters is one number, by the key of the
+        slot. A signal is stored by its name. Its form follows from its `Signal.extent`:
         "step": one number.
         "parameter": `[P]`.
         "input_matrix", "output_matrix": a list with a `SideMatrix` for each parameter.
@@ -97,10 +100,10 @@ class Step:
 
 
 def decay_source(recipe: Recipe, path: str) -> str | None:
-    """Return the argument `source` of `LocalStep.gather` for the tensors W whose decay alpha W is added to directions.
+    """Return the name of the tensors W whose weight decay alpha W an update adds to directions.
 
-    Return None if the update adds no decay to directions. The decay is then applied when updates are written into the
-    parameters.
+    The name is the argument `source` with which `LocalStep.gather` gathers these tensors. Return None if the update
+    adds no decay to directions. The decay is then applied when updates are written into the parameters.
 
     path: path of the update in the recipe.
     """
@@ -262,11 +265,17 @@ number or `[n]`."""
 
 
 def find_signals(blocks: ActiveBlocks, exchange: LocalStep) -> dict[str, Tensor | float]:
-    """Return by name the signals that the stages of a stack request.
+    """Return the signals that the stages of a stack request, by name, for n active blocks.
 
-    For n active blocks, a signal is a number, `[n]`, `[n, *block]`, or for each block a matrix over its c inputs or
-    outputs, `[n, c, c]`. Blocks with one axis have no matrix over inputs, because it is not known if the axis is one of
-    inputs or of outputs.
+    The form of a signal follows from its `Signal.extent`:
+
+    - "step": one number. Sums of slots over all parameters are numbers too, by the key of the slot.
+    - "parameter": `[n]`, for each block the number of its parameter.
+    - "entry": `[n, *block]`.
+    - "input_matrix", "output_matrix": `[n, c, c]`, for each block a matrix over its c inputs or outputs. Blocks with
+      one axis have no matrix over inputs, because it is not known if the axis is one of inputs or of outputs.
+    - "partner": `[n, p, r]`, for each block a matrix of the other factor of its parameter's product, such as the value
+      or the gradient of that factor. Shorter matrices are filled up with zeros.
     """
     state, step, found = blocks.stack_state, exchange.step, dict[str, Tensor | float]()
     if not (state.signals or state.totals):

@@ -263,7 +263,7 @@ A stage that requests a signal of another extent cannot be compiled."""
 
 
 def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> ProgramSource:
-    """Return the declaration from which a program is traced that updates entries of parameters in place.
+    """Return the declaration of a program that updates entries of parameters in place. The caller traces the program.
 
     own: stack (blocks with one shape) of the parameters.
     stored: dtype of the parameters.
@@ -286,9 +286,9 @@ def _entry_source(own: StackState, recipe: Recipe, stored: torch.dtype) -> Progr
 
 
 def _block_source(own: StackState, recipe: Recipe) -> ProgramSource:
-    """Return the declaration from which a program is traced that computes the directions of all blocks of a stack.
+    """Return the declaration of a program that computes the directions of all blocks of a stack.
 
-    A stack is a tensor of blocks with one shape.
+    The caller traces the program. A stack is a tensor of blocks with one shape.
     """
     known, stack = known_signals(), own.stack
     signals = {
@@ -318,7 +318,8 @@ def _block_inputs(program: Program, step: StackStep, numbers: StepNumbers) -> li
 
     Return None if the program cannot compute this step. It can compute the step under these conditions:
 
-    - All parameters of the stack have gradients, the same step count and the same decay factor.
+    - All parameters of the stack have gradients and the same step count. If weight decay is added to directions, the
+      parameters also have the same rates.
     - No refresh is due, and nothing observes the stages (`inspect`, checked mode).
     - If the step has a mask, which is True for each block with a usable gradient, the program was traced with a mask.
 
@@ -466,9 +467,9 @@ def _run_together(
 
 
 def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
-    """Return for each active block the numbers of  W <- W - lr alpha W - lr factor U, with U its direction.
+    """Return for each active block the numbers with which its direction U is written into its parameter W.
 
-    Blocks with equal rates and factors share one object.
+    The write is  W <- W - lr alpha W - lr factor U.  Blocks with equal rates and factors share one object.
     """
     own, ids = blocks.stack_state, blocks.stack.param_ids
     groups = step.rates.alike[ids].tolist()
@@ -481,9 +482,12 @@ def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
 
 
 def _shape(own: StackState, blocks: int = 1, rows: bool = False) -> tuple[int, ...]:
-    """Return the shape of the tensors in which blocks are passed to a program that updates entries one by one.
+    """Return the shape of the tensor in which several blocks are passed to a program that updates entries one by one.
 
-    rows: True if every block is a row of the tensor, False if one row holds all blocks.
+    The shape is `[blocks, entries, 1, ...]` or `[1, blocks * entries, 1, ...]`, with as many axes as a stack.
+
+    blocks: number of blocks.
+    rows: True if every block is a row of the tensor, False if one row has the entries of all blocks.
     """
     entries = math.prod(own.stack.block)
     return (*((blocks, entries) if rows else (1, blocks * entries)), *[1] * (len(own.stack.block) - 1))

@@ -108,7 +108,7 @@ def not_fused(
 ) -> Iterator[str]:
     """Yield the reasons why no fused kernel can compute Adam's chain of a stack.
 
-    The caller has checked that the parameters of the stack may be updated in place.
+    The caller also checks that the parameters of the stack may be updated in place (`not_in_place`).
 
     of_numbers: True if a parameter of the stack is 0-d. Ranks cannot divide its update, so one rank computes and sends
         it.
@@ -321,9 +321,11 @@ class _Call:
 
 
 def _copy_limit(device: torch.device) -> int:
-    """Return the limit in bytes for all copies of parameters, gradients and moments that exist at a time.
+    """Return the largest number of bytes of copies that exist at a time.
 
-    Above this limit the kernels run, and the copies are freed, before more parameters are copied.
+    It is a limit for the copies of parameters and gradients of one call (`_Call`), and for the copies that are made
+    because of a mask (`_Copies`). Above this limit the kernels run, and the copies are freed, before more parameters
+    are copied.
     """
     return BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE
 

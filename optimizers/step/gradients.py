@@ -170,9 +170,9 @@ class LocalSurvey:
         return finite_gradients(found, self.given.linear[positions].tolist())
 
     def _joined(self, positions: Sequence[int]) -> list[Tensor]:
-        """Return the gradients of the parameters at these positions, whose squares are then checked to be finite.
+        """Return tensors with all gradients of the parameters at these positions, so that few tensors are checked.
 
-        Gradients of small parameters with one shape are copied into one tensor, which the step uses too.
+        Gradients of a stack of small parameters are copied into one tensor, which the step uses too (`gathered`).
         """
         gradients: Sequence[Any] = self.given.gradients
         small, alone = self.small, self.large
@@ -310,7 +310,9 @@ class FiniteCheck:
     def _count(
         self, checked: int, bad: list[int], gradients: Sequence[Tensor | None] | None = None, more: bool = False
     ) -> None:
-        """Count unusable gradients by name of the parameter. Warn if no gradient could be used for STALLED steps.
+        """Count unusable gradients by name of the parameter.
+
+        Warn of the first unusable gradient that is skipped, and if no gradient could be used in STALLED steps in a row.
 
         checked: number of gradients that were checked.
         bad: positions of the unusable gradients.
@@ -346,10 +348,11 @@ class FiniteCheck:
         return self._stalled >= STALLED
 
     def resolve_deferred(self) -> tuple[list[int], list[int]]:
-        """Return (positions that the last step did not update, positions of unusable gradients of the last step).
+        """Read the checks of the last step that the host has not read yet, and count the unusable gradients.
 
-        This call counts the unusable gradients. The two lists differ if the scaler of the loss, or a spike, stopped the
-        step.
+        Return two lists of positions of parameters: those that the last step left unchanged because of these checks,
+        and those with an unusable gradient. The lists differ if the scaler of the loss, or a spike, stopped the step:
+        the first list then has all parameters of the step.
         """
         halted, bad = list[int](), list[int]()
         deferred, self._deferred = self._deferred, []
@@ -390,8 +393,13 @@ class FiniteCheck:
     def _defer(self, positions: list[int], usable: Tensor | None, allowed: Tensor | None, total: int) -> Tensor:
         """Return a mask for the step, `[P]` on the device: False for parameters whose gradient is not usable.
 
-        If the scaler of the loss or a spike stops the step, it is False for all checked gradients. The answers are
-        copied to the host without waiting, for `resolve_deferred` in the next step.
+        If the scaler of the loss stops the step, the mask is False for all checked gradients. The result of the check
+        is copied to the host without waiting, for `resolve_deferred` in the next step.
+
+        positions: positions of the n parameters whose gradients were checked.
+        usable: `[n]`, True for usable gradients. None: all of them are usable.
+        allowed: 0-d, True if the scaler of the loss allows the step. None: there is no scaler.
+        total: number P of parameters.
         """
         if usable is None:
             assert allowed is not None

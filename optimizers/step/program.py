@@ -70,9 +70,12 @@ def is_checked(step: int) -> bool:
 def require_finite(found: Tensor, gradient: Tensor, path: str, context: StepContext) -> None:
     """Raise ContractError if the direction of a block has inf or nan although its gradient is finite.
 
-    Only the first CHECKED_UPDATES updates of a block are checked.
+    Nothing is checked if all n blocks have had more than CHECKED_UPDATES updates.
 
     found: directions `[n, *block]`.
+    gradient: gradients `[n, *block]` from which the directions were computed.
+    path: path of the chain in the recipe, for the error.
+    context: step counts of the blocks.
     """
     first = int(context.steps.min()) if context.uniform is None else context.uniform
     if not is_checked(first) or not has_values(found):
@@ -167,7 +170,12 @@ def add_decay(
 
 
 def plus_decay(parameters: Tensor, found: Tensor, scale: StepRates) -> Tensor:
-    """Return directions plus the weight decay of parameters, all of which have the same rates."""
+    """Return directions plus the weight decay of n parameters, all of which have the same rates.
+
+    parameters: tensors `[n, *block]` that decay.
+    found: directions `[n, *block]`.
+    scale: the rates.
+    """
     return with_decay([found], [parameters], scale)[0]
 
 

@@ -37,17 +37,17 @@ from .gradients import GivenGradients, GradientSurvey
 
 
 class RankExchange(LocalExchange):
-    """Exchange between ranks, all of which call the same methods in the same order.
+    """Exchange between ranks. All ranks call the same methods in the same order.
 
-    Blocks of most parameters are sent to the ranks that own them. Blocks of other parameters have no owners: each rank
-    computes the update of the entries that it holds, without messages, as `LocalExchange` does. If several ranks hold
-    the same entries of such a parameter, each of them updates a part of these entries, and `RankStep.finish` sends
-    each part to the others.
+    The blocks of most parameters are sent to the ranks that own them. The blocks of all other parameters have no
+    owners: each rank computes the update of the entries that it holds, without messages, as `LocalExchange` does. If
+    several ranks hold the same entries of a parameter without owners, each of them updates a part of these entries, and
+    `RankStep.finish` sends each part to the others.
 
     needs_rms: True if a stage requests the root mean squares of parameters.
     needs_parameters: True if owners of blocks need the tensors to which weight decay applies.
     sends_parameters: True if owners send updated parameters in place of updates.
-    moves_at_once: True if updates are written together at the end of a step.
+    moves_at_once: True if updates are written together at the end of a step, because constraints sum over all ranks.
     exchanged: positions of the parameters whose blocks are sent.
     at_end: positions of parameters that are written at the end of a step.
     """
@@ -127,7 +127,7 @@ class RankStep(LocalStep):
 
     All ranks call the same methods in the same order.
 
-    exchange: communication of these parameters in all steps.
+    exchange: the exchange that has begun this step. It has the plan of the messages, which is the same in all steps.
     moved: `[P]`, True for parameters that the step changes.
     comm_step: messages of this step.
     """
@@ -217,6 +217,8 @@ class RankStep(LocalStep):
         """Apply updates from other ranks to the parameters, or copy updated blocks of parameters from them.
 
         A whole parameter is assembled first only if constraints or an averaging need its whole update.
+
+        arrived: pairs of a `Transfer`, which says where its entries are stored, and the tensor that their owner sent.
         """
         parameters = self.iterates.parameters
         if self.iterates:

@@ -208,13 +208,16 @@ class SpikeCheck:
 
 
 def gradient_norm(steps: Sequence[Step]) -> Tensor:
-    """Return the norm of all gradients that steps use, 0-d float64."""
+    """Return the norm of all gradients that several parameter sets use in one step, 0-d float64.
+
+    steps: the step of each parameter set.
+    """
     squares = [_used_squares(step) for step in steps]
     return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
 
 
 def _used_squares(step: Step) -> Tensor:
-    """Return the sum of squares of all gradients that the step uses."""
+    """Return the sum of squares of the gradients that the step uses: usable ones of parameters that it updates."""
     squares = step.survey.squares
     squares = squares if step.mask is None else torch.where(step.mask, squares, 0.0)
     if not step.active.all():

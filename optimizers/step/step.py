@@ -219,9 +219,9 @@ class ParamSet:
         return states
 
     def _local(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return views of the entries that this rank updates.
+        """Return for each parameter a view of the entries that this rank updates. Complex entries are pairs of numbers.
 
-        tensors: one tensor for each parameter.
+        tensors: the parameters.
         """
         held = list(tensors)
         if self.rank_group is not None and any_dtensors(held):
@@ -230,12 +230,13 @@ class ParamSet:
         return held if self.rank_group is None else [self.part(*one) for one in enumerate(held)]
 
     def part(self, position: int, tensor: Tensor) -> Tensor:
-        """Return the entries of a tensor that this rank updates.
+        """Return the entries that this rank updates of a parameter or its gradient, as a view.
 
-        If several ranks hold the same entries of a parameter, each of them updates a part of these entries.
+        If several ranks hold the same entries of a parameter, each of them may update only a part of these entries
+        (`ParamPlacement.parts`). Otherwise the result is `tensor` itself.
 
         position: position of the parameter.
-        tensor: the entries that this rank holds. It is returned as it is if no other rank holds them.
+        tensor: the entries that this rank holds of the parameter or the gradient.
         """
         placement = self.specs[position].placement
         if placement is None or placement.parts is None or self.rank_group is None or tensor.is_sparse:
@@ -291,10 +292,12 @@ class ParamSet:
     def launch_early(self, check: GradientCheck) -> bool:
         """Launch the step before the host has read the check of the gradients, so that the device does not wait.
 
-        Fused kernels change nothing if any gradient is not usable, or if a scaler of the loss stops the step. The
-        caller then calls `take_back`, and runs the step of the parameters with usable gradients. Return False, and
-        launch nothing, if the step cannot be launched early: if it needs other kernels, has a learning rate on a
-        device, or is watched, or if the host need not read the check.
+        The kernels change nothing if any gradient is not usable, or if a scaler of the loss stops the step. When the
+        host has read such a result, the caller must call `take_back`, and run the step of the parameters with usable
+        gradients.
+
+        Return False, and launch nothing, if the step cannot be launched early: it needs other kernels than the fused
+        ones, a learning rate is a tensor, something watches the stages, or the host need not read the check.
         """
         given, answers = check.given, check.answers
         if not self._may_launch_early or answers is None:
@@ -496,17 +499,18 @@ def prepare(
     only: NDArray[np.bool_] | None = None,
     early: bool = False,
 ) -> ReadySteps:
-    """Check the gradients of parameter sets, and return the inputs of the steps that are left to run.
+    """Check the gradients of parameter sets. Return each set with the inputs of its step, which the caller must run.
 
-    The host reads the results of all checks together, so that it waits only once for a device. Gradients are divided by
-    the scale of the loss, and unusable gradients are counted. Without `early`, nothing else changes. Raises the errors
-    of `FiniteCheck`.
+    The inputs are None if there is no step to run (`ReadySteps`). The host reads the results of all checks together, so
+    that it waits only once for a device. Gradients are divided by the scale of the loss, and unusable gradients are
+    counted. Without `early`, nothing else changes. Raises the errors of `FiniteCheck`.
 
     hypers: values of the param groups.
     loss_scale: numbers of a scaler of the loss. None: there is no scaler.
     only: `[P]`, True for parameters to check, as in `ParamSet.check_gradients`. It requires a single set.
-    early: True if the step needs only gradients and rates. A single set may then launch its step before the host waits
-        (`ParamSet.launch_early`). If that step updates all parameters, its inputs are None.
+    early: True if the step needs only gradients and rates. The step of a single set may then be launched here, before
+        the host waits (`ParamSet.launch_early`). If the launched step updates the parameters, the set's inputs are
+        None. If a gradient is not usable, the launched step changes nothing, and the caller must run the step.
     """
     checks = [(param_set, param_set.check_gradients(hypers, loss_scale, only)) for param_set in param_sets]
     read = copy_answers([check for _, check in checks])  # begun first: the host must not wait for the launched step

@@ -1,4 +1,4 @@
-"""Traced programs: the update of equal blocks of many parameters as one graph of tensors, compiled by Inductor.
+"""Traced programs: the update of equal blocks of many parameters as one graph of operations, compiled by Inductor.
 
 A program is traced once by `make_fx`, for one chain of stages and one shape of blocks. While it is traced, stages
 receive each number that depends on the step as an input tensor. Equal programs are compiled once in a process.
@@ -92,9 +92,10 @@ def _with_numbers(update: UpdateRule, number: Callable[[Schedule], Any]) -> Upda
 class _TracedNumbers(TorchFunctionMode):
     """Lets stages compute with 0-d tensors where their fields are floats.
 
-    An operation whose argument `alpha` or `value` must be a float multiplies by the tensor instead. A comparison
-    returns the result that holds for all values of the schedule. If there is no such result, or the number is read on
-    the host in any other way, ContractError is raised.
+    Some operations, such as `x.add(y, alpha=a)` and `x.addcmul(y, z, value=a)`, accept only a float for `alpha` or
+    `value`. If it is a tensor, y is multiplied by it, and the operation is called without it. A comparison of a number
+    returns the result that holds for all values of its schedule. ContractError is raised if there is no such result, or
+    if the number is read on the host in any other way. ValueError is raised if the number is the base of a power.
     """
 
     def __init__(self, schedules: ScheduledNumbers, numbers: Sequence[Tensor]) -> None:
@@ -135,9 +136,11 @@ _ON_THE_HOST = frozenset(
 
 
 def _answer(name: str, low: float, high: float, other: Any) -> bool | None:
-    """Return the result of a comparison with `other` if it is the same for all numbers from `low` to `high`.
+    """Return the result of a comparison of a number with `other`, if it is the same for all numbers in [low, high].
 
-    Returns None if the result differs between these numbers, or if `name` is no comparison.
+    Returns None if the result differs between these numbers, or if the method is no comparison.
+
+    name: name of the method of the number, such as "lt" or "__lt__". "__bool__" is a comparison with 0.
     """
     name = name.strip("_")
     if not isinstance(other, (int, float)):
@@ -160,14 +163,15 @@ class ProgramSource:
     """The declaration of a program: all that determines which operations are traced. The program changes state in
     place.
 
-    A program has one of two forms, which follow from `stored`. The one takes gradients `[N, *block]` and returns
-    directions `[N, *block]`, for any chain and a fixed number N of blocks. The other updates the entries of parameters
-    in place, for an entry-wise chain and any number of entries. It is traced with samples `[blocks, *block]`.
+    A program has one of two forms. If `stored` is None, the program computes directions `[N, *block]` from gradients
+    `[N, *block]`, for any chain and a fixed number N of blocks. Otherwise the program updates the entries of parameters
+    in place, for an entry-wise chain and any number of entries. It is then traced with sample tensors
+    `[blocks, *block]`, which may have another length on their second axis than the tensors of a step.
 
     update: the update whose stages form the chain.
     path: path of the update in the recipe.
-    blocks: number N of blocks, or of rows of the samples.
-    block: shape of a block, or of a row of the samples.
+    blocks: number N of blocks, or of rows of the sample tensors.
+    block: shape of a block, or of a row of the sample tensors.
     dtype: dtype of the computation.
     slots: by name, shape and dtype of each tensor that stores state.
     decay: weight decay that the write applies. If the program returns directions: weight decay that is added to them,
@@ -177,7 +181,7 @@ class ProgramSource:
     stored: dtype of the parameters that the program writes. None: it writes no parameters, and returns directions.
     encoded: slots that a quantizer stores.
     widths: True if the directions are multiplied by factors `[N]`, one for each block.
-    sizes: slots with step sizes, by which the added decay is multiplied.
+    sizes: slots in which stages store a step size of each block. Decay that is added to directions is multiplied by it.
     signals: by name, shape and dtype of each signal that stages request.
     parameters: number of parameters to which the blocks belong, if stages take sums over the blocks of a parameter;
         None if they take no such sums.
@@ -293,12 +297,12 @@ def _scheduled(source: ProgramSource, given: Mapping[str, Tensor]) -> Iterator[U
 
 
 def _key(x: Any) -> Hashable:
-    """Return a hashable key by which a cache finds the program of a declaration (`ProgramSource`).
+    """Return a hashable key of a declaration (`ProgramSource`), by which a cache finds its program.
 
-    Fields of the declaration get their keys by the same function.
+    The key has the keys of all fields, which this function computes by calling itself. Of an update rule it has only
+    the two chains of stages. Declarations with equal keys share one compiled program.
 
-    Declarations with equal keys share one compiled program. The key has the values of all fields. An update rule is
-    represented by its two chains of stages alone.
+    x: the declaration, or a part of it.
     """
     if isinstance(x, UpdateRule):
         return _key((x.update, x.after_decay))
@@ -389,7 +393,8 @@ class Program:
 
     def __post_init__(self) -> None:
         source = self.source
-        # `trace` uses fake tensors too, so that this run takes the same branches of the code
+        # The numbers that stages request are found by a run with fake tensors. `trace` uses fake tensors too, so stages
+        # take the same branches of their code in both.
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             samples = {name: fake.from_tensor(_sample(kind, source.device)) for name, kind in source.inputs.items()}
             source.run(samples, self._learn, self.questions)
@@ -591,7 +596,12 @@ def generate(graph: torch.fx.GraphModule, symbolic: bool) -> CompiledCode:
 
 
 def trace(step: Callable[..., Sequence[Tensor]], samples: Sequence[Tensor], symbolic: bool) -> torch.fx.GraphModule:
-    """Return the operations of a step as a graph in which the writes in place come last."""
+    """Return the operations of a step as a graph in which the writes in place come last.
+
+    step: function of tensors, which it may change in place.
+    samples: tensors with the shapes and dtypes of the arguments of `step`.
+    symbolic: True if the length of the second axis of the tensors may change from call to call.
+    """
     from torch._inductor.decomposition import select_decomp_table  # loads the compiler
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -620,7 +630,11 @@ def _one_by_one() -> dict[OpOverload, Callable[..., list[Tensor]]]:
 
 
 def _each(single: OpOverloadPacket, tensors: Sequence[Tensor], *others: Any, **options: Any) -> list[Tensor]:
-    """Call an operation on single tensors for each tensor of a list. Other arguments are lists too, or are shared."""
+    """Call the operation `single` for each tensor of a list, and return the list of the results.
+
+    others: further arguments. A list has an item for each tensor. Any other value is used for all tensors.
+    options: keyword arguments, which are used for all tensors.
+    """
     rows = (
         [other[at] if isinstance(other, (list, tuple)) else other for other in others] for at in range(len(tensors))
     )
