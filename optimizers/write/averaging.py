@@ -294,7 +294,10 @@ class EMA(Averaging):
         blend(due.slots["mean"], self._below(due), [1.0 if one else 1 - self.decay for one in first], due.mask)
 
     def means(self, batch: IterateBatch) -> Sequence[Tensor]:
-        """Return the mean of each parameter, divided by the sum of its weights. Each parameter must have a mean."""
+        """Return the mean of each parameter after bias correction.
+
+        At least one iterate of each parameter must have entered the mean.
+        """
         counts = pushes(batch.steps, self.every, self.start).tolist()
         totals = [1 - self.decay**count if self.bias_correction else 1.0 for count in counts]
         return torch._foreach_div(list(batch.slots["mean"]), totals)
@@ -373,7 +376,7 @@ class BaseAndAverage(Averaging, ABC):
     @property
     @abstractmethod
     def mu_and_decay(self) -> tuple[float, Decay]:
-        """mu_y of y = mu_y x + (1 - mu_y) z, and the iterate (z or y) at which weight decay is computed."""
+        """The weight mu_y in y = mu_y x + (1 - mu_y) z, and the iterate at which weight decay is computed (`Decay`)."""
 
     @abstractmethod
     def mixing(self, batch: IterateBatch) -> Sequence[float] | Tensor:

@@ -184,7 +184,10 @@ class SharpnessAware(Component):
 
     @contextmanager
     def perturbed(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Run the context with parameters W + E and without gradients, then restore the parameters W, bit for bit."""
+        """Enter a context in which the parameters hold W + E and have no gradients.
+
+        After the context the parameters hold W again, bit for bit.
+        """
         moved = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [aligned_gradient(parameter) for parameter in moved]
         saved = [parameter.detach().clone() for parameter in moved]
@@ -248,7 +251,8 @@ class LineSearch(Component):
     finite does not satisfy the condition. After `trials` calls the last s is used. Every trial calls the closure, and
     its gradients are dropped. All calls evaluate the same function: dropout has the same masks. If the optimizer was
     composed with the model, buffers such as BatchNorm's statistics are those after the first forward. If a call raises
-    an error, parameters, gradients and step counts are those before the step; statistics keep the gradient.
+    an error, parameters, gradients and step counts are set back to those before the step, but statistics and moments
+    are not: they have been updated with the gradient.
     """
 
     sufficient: float = Field(default=0.1, ge=0, lt=1, description="fraction of the decrease along G that is required")
@@ -268,7 +272,7 @@ class LineSearch(Component):
             )
 
     def begin(self, parameters: Iterable[Tensor]) -> Start:
-        """Return copies of the parameters with gradients, before the step."""
+        """Return each parameter that has a gradient, with a copy of its values. Called before the step."""
         return [(p, local(p.detach()).clone()) for p in parameters if p.grad is not None]
 
     def finish(
@@ -305,7 +309,8 @@ class LineSearch(Component):
     ) -> float | None:
         """Shorten the step, and return the accepted fraction. The gradients are then those of the last trial.
 
-        Return None if there is no step, or if the loss before the step is not finite: the whole step is then kept.
+        Return None if the step changed no parameter, or if the loss before the step is not finite: the whole step is
+        then kept.
 
         The arguments are those of `finish`.
         """

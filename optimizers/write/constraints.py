@@ -52,7 +52,10 @@ class ConstraintContext:
         return self.norms_of(tensors)[0]
 
     def norms_of(self, *columns: Tensors) -> Sequence[Tensor]:
-        """Return the Frobenius norms of several lists of n tensors, `[n]` for each list. Shards of all ranks count."""
+        """Return the Frobenius norms of several lists of n full tensors, `[n]` for each list.
+
+        If this rank holds shards of the tensors, the shards of the other ranks are included.
+        """
         if self.shard_sums is None:
             return _norms([tensor for tensors in columns for tensor in tensors]).chunk(len(columns))
         return [self.squares(tensors).sqrt().to(compute_dtype(tensors[0].dtype)) for tensors in columns]

@@ -36,9 +36,10 @@ class IterateStore:
     paths: P paths in the recipe, one for the update of each parameter.
     shard_sums: function (n positions, numbers `[n]`) that returns the sums of the numbers over the ranks that hold
         shards of these parameters. None: this rank holds whole parameters.
-    paired: paths of updates of paired parameters, such as the factors A and B of a product. The update of A uses the
-        value that B had at the last update of A. This value is stored with B.
-    tensors: for each parameter, slots by stage (AVERAGING or "<path>.constraints.<label>") and name.
+    paired: paths of the updates of paired parameters, such as the factors A and B of a product. The update of A needs
+        the value that B had at the last update of A, which is stored in a slot of B. The reverse holds for B.
+    tensors: for each parameter, its slots as {stage: {name: tensor}}. A stage is AVERAGING, PARTNER_STAGE or
+        "<path>.constraints.<label>".
     signals: all signals of the present step by name. A signal that constraints request is a list of P tensors, in
         which None stands for a parameter without the signal.
     held: P training iterates, kept here while the parameters hold the evaluated iterates. None in training.
@@ -77,8 +78,8 @@ class IterateStore:
     def _declared(self, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> dict[str, Mapping[str, Slot]]:
         """Return the slots of iterates and constraints for a parameter of this shape and dtype.
 
-        The result is {stage in the state keys, "averaging" or "<path>.constraints.<label>": {name: slot}}. Raises
-        ValueError if the recipe has an averaging and a constraint that rounds parameters.
+        The result is {stage: {name: slot}}. A stage is AVERAGING, PARTNER_STAGE or "<path>.constraints.<label>", as in
+        the keys of state. Raises ValueError if the recipe has an averaging and a constraint that rounds parameters.
         """
         declared: dict[str, Mapping[str, Slot]] = {}
         if self.averaging is not None:
@@ -96,7 +97,9 @@ class IterateStore:
         return declared
 
     def restart(self, position: int, stages: Container[str]) -> None:
-        """Reset the slots of each constraint of a parameter to their initial values if all their entries are zero.
+        """Reset the slots of each constraint of a parameter to their initial values, if all slots of it are zero.
+
+        Code outside of the optimizer resets state by writing zeros.
 
         stages: stages of the constraints to restart, as "<path>.constraints.<label>". Other constraints do not change.
         """
@@ -207,8 +210,8 @@ class IterateStore:
     def view(self, position: int, mode: Mode | None = None) -> dict[str, Tensor]:
         """Return the state of a parameter by key, with the keys and shapes that it has in a mode.
 
-        mode: iterate that the parameter holds. None: the present mode. For a mode other than the present one, values
-            may be out of date.
+        mode: iterate that the parameter is assumed to hold. None: the iterate that it holds now. For the other iterate,
+            only keys and shapes are right: values may be those of the present mode.
         """
         own = self.tensors[position].items()
         tensors = {str(StateKey(None, stage, name)): x for stage, slots in own for name, x in slots.items()}

@@ -276,8 +276,9 @@ class Rates:
         rate, which replaces that of the param group. None: the rule of the recipe.
     hypers: values of the param groups, by index of the group.
     groups: `[P]`, index of the param group of each parameter.
-    by_value: True to treat groups with equal values as one group. It is False on several ranks, which must all form the
-        same groups, although values may differ between ranks until the check of the step has refused that.
+    by_value: True to treat param groups with equal values as one. It is False if constraints sum over ranks: all ranks
+        must then divide parameters in the same way, and values may differ between ranks by mistake, which the check of
+        the step may find only later.
     factor: factor of the steps of all parameters. It multiplies the learning rate of the write, but not the learning
         rate from which the decay factor alpha is computed.
     """
@@ -351,7 +352,9 @@ class Rates:
         return found
 
     def alphas(self, path: str, positions: NDArray[np.int64]) -> list[float | Tensor]:
-        """Return the different factors alpha in  W <- W - lr alpha W - lr U  of some parameters, each once.
+        """Return the factors alpha in  W <- W - lr alpha W - lr U  of some parameters.
+
+        There is one factor for each set of param groups with equal rates to which the parameters belong.
 
         path: path of the update of these parameters in the recipe.
         positions: positions of the parameters.
