@@ -413,13 +413,15 @@ class Assignments:
         The owner of a block is the rank that computes its update. The phase of a block is the fraction of a refresh
         interval at which it is refreshed.
 
-        Owners are chosen such that the load of the added groups plus the load of earlier groups is balanced over ranks.
+        Owners are chosen such that work and state of the added and the earlier groups together are balanced over ranks.
         Frozen parameters get owners too, after all other parameters, so that no owner changes when a parameter is
         thawed. Owners in earlier groups do not change, because these owners already store state.
 
         Return the balance of each set of ranks.
 
-        loads: the load of each rank from earlier groups. The load from the added groups is added to it.
+        groups: all groups.
+        added: groups whose blocks have no owners yet.
+        loads: work and bytes of state of each rank, from earlier groups. Those of the added groups are added.
         """
         self.set_phases(groups)
         balances = dict[RankGroup, Balance]()

@@ -325,7 +325,7 @@ class RankSurvey:
         return bool(self.squares[list(positions)].any())
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor:
-        """Return `[n]` booleans on the device, one for each of n positions: True if the gradient there can be used.
+        """Return `[n]` booleans on the device: for each of n parameters, True if its gradient can be used.
 
         positions: positions of the n parameters.
         finite: True if gradients with inf or nan cannot be used. If an update squares gradients, their squares must be

@@ -574,8 +574,8 @@ class Graphs:
     def _leave(self, piece: CapturedStacks, reason: str, unplanned: bool) -> None:
         """Count a step that a set of stacks ran without a graph.
 
-        Warn of the reason, once, if `unplanned` is True. If this was the set's step number PATIENCE without a replay,
-        warn of its most frequent reason.
+        Warn of the reason if `unplanned` is True. If the set has now run PATIENCE steps without a replay, warn of the
+        most frequent reason. Every reason is named only once.
 
         piece: the set of stacks.
         reason: why the step ran without a graph.

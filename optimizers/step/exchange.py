@@ -71,8 +71,8 @@ class Step:
     mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
     rates: learning rate and weight decay of each parameter.
     survey: facts about the full gradients, such as their norms.
-    signals: inputs of stages beside gradients. A sum of a slot over all parameters is one number, by the key of the
-        slot. A signal is stored by its name. Its form follows from its `Signal.extent`:
+    signals: inputs of stages beside gradients, of two kinds. Sums of slots over all parameters, by key of the slot, are
+        numbers. Signals are stored by name. The form of a signal follows from its `Signal.extent`:
         "step": one number.
         "parameter": `[P]`.
         "input_matrix", "output_matrix": a list with a `SideMatrix` for each parameter.
@@ -267,9 +267,10 @@ number or `[n]`."""
 def find_signals(blocks: ActiveBlocks, exchange: LocalStep) -> dict[str, Tensor | float]:
     """Return the signals that the stages of a stack request, by name, for n active blocks.
 
-    The form of a signal follows from its `Signal.extent`:
+    The result also has the sums of slots over all parameters that the stages read, by key of the slot. A sum is one
+    number. The form of a signal follows from its `Signal.extent`:
 
-    - "step": one number. Sums of slots over all parameters are numbers too, by the key of the slot.
+    - "step": one number.
     - "parameter": `[n]`, for each block the number of its parameter.
     - "entry": `[n, *block]`.
     - "input_matrix", "output_matrix": `[n, c, c]`, for each block a matrix over its c inputs or outputs. Blocks with

@@ -217,7 +217,7 @@ class GradientCheck:
     """A check of gradients that has begun. `FiniteCheck.finish` reads it and decides which gradients are used.
 
     given: the gradients, and the numbers that are checked with them.
-    survey: what was computed from the gradients, such as their squares.
+    survey: facts about the gradients, such as their squares.
     present: `[P]` on the host, True for parameters that have a gradient and whose param group is not idle. A group is
         idle if its learning rate and all of its gradients are 0.
     usable: `[n]`, True for usable gradients of these n parameters. None: all of them are usable.

@@ -186,7 +186,7 @@ class StackStep:
     blocks: the active blocks, with the state of their stack.
     gradient: gradients `[n, *block]`.
     mask: `[n]`, True for blocks whose state and parameters are written. None: all blocks are written.
-    context: step counts, corrections and signals of the blocks.
+    context: step counts, bias corrections and signals of the blocks.
     rates: learning rate and weight decay of each parameter.
     decaying: tensors `[n, *block]` whose weight decay is added to directions. None: no decay is added to directions.
     """

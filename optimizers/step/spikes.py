@@ -217,7 +217,7 @@ def gradient_norm(steps: Sequence[Step]) -> Tensor:
 
 
 def _used_squares(step: Step) -> Tensor:
-    """Return the sum of squares of the gradients that the step uses: usable ones of parameters that it updates."""
+    """Return the sum of squares of the usable gradients of all parameters that the step updates."""
     squares = step.survey.squares
     squares = squares if step.mask is None else torch.where(step.mask, squares, 0.0)
     if not step.active.all():

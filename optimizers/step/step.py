@@ -252,6 +252,7 @@ class ParamSet:
         Nothing changes but gradients, which are divided by the scale of the loss. Raises the errors of
         `FiniteCheck.begin`.
 
+        hypers: values of the param groups, by index of the group.
         loss_scale: numbers of a scaler of the loss. None: there is no scaler.
         only: `[P]`, True for parameters to check, if the step updates its parameters in several calls. None: all.
         """
@@ -280,7 +281,7 @@ class ParamSet:
 
     @cached_property
     def _may_launch_early(self) -> bool:
-        """True if fused kernels compute all of a step of this set, and change nothing if `Step.found_inf` is 1."""
+        """True if fused kernels compute every step of this set, and change nothing if `Step.found_inf` is 1."""
         return (
             self.specs[0].device.type != "cpu"
             and self.rank_group is None

@@ -92,10 +92,11 @@ def _with_numbers(update: UpdateRule, number: Callable[[Schedule], Any]) -> Upda
 class _TracedNumbers(TorchFunctionMode):
     """Lets stages compute with 0-d tensors where their fields are floats.
 
-    Some operations, such as `x.add(y, alpha=a)` and `x.addcmul(y, z, value=a)`, accept only a float for `alpha` or
-    `value`. If it is a tensor, y is multiplied by it, and the operation is called without it. A comparison of a number
-    returns the result that holds for all values of its schedule. ContractError is raised if there is no such result, or
-    if the number is read on the host in any other way. ValueError is raised if the number is the base of a power.
+    Some operations, such as `x.add(y, alpha=a)` and `x.addcmul(y, z, value=a)`, accept only a float a. If a stage calls
+    them with a tensor a, y is multiplied by a, and the operation is called without a. A comparison of a scheduled
+    number returns the result that holds for all values of its schedule. ContractError is raised if there is no such
+    result, or if the number is read on the host in any other way. ValueError is raised if the number is the base of a
+    power.
     """
 
     def __init__(self, schedules: ScheduledNumbers, numbers: Sequence[Tensor]) -> None:

@@ -226,7 +226,10 @@ def pushes(steps: NDArray[np.int64], every: int, start: int | None) -> NDArray[n
 
 
 def pushed(batch: IterateBatch, every: int, start: int | None) -> list[int]:
-    """Return the indices of parameters whose iterate enters the average with the present update."""
+    """Return the indices of parameters whose iterate enters the average with the present update.
+
+    every, start: as in `pushes`.
+    """
     fresh = pushes(batch.steps, every, start) > pushes(batch.steps - 1, every, start)
     return [int(index) for index in np.flatnonzero(fresh)]
 

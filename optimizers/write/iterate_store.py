@@ -97,9 +97,10 @@ class IterateStore:
         return declared
 
     def restart(self, position: int, stages: Container[str]) -> None:
-        """Reset the slots of each constraint of a parameter to their initial values, if all slots of it are zero.
+        """Reset the slots of a parameter's constraints to their initial values.
 
-        Code outside of the optimizer resets state by writing zeros.
+        A constraint keeps its slots if any entry of them is not 0. Code outside of the optimizer resets state by
+        writing zeros, but zero is not the initial value of every slot.
 
         stages: stages of the constraints to restart, as "<path>.constraints.<label>". Other constraints do not change.
         """
