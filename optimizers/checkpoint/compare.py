@@ -132,9 +132,10 @@ def _without_locations(recipe: Recipe) -> Recipe:
 
 
 def _meanings(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Return the fields that say what the numbers in state are, such as the decay of a mean that is saved as a sum.
+    """Return the fields of a recipe that determine the meaning of the numbers in state.
 
-    The result is {path of the update rule: {path of the field: value}}.
+    Examples are the kinds of stages, and the decay of a mean if the state stores the sum from which the mean is
+    computed. The result is {path of the update rule: {path of the field: value}}.
     """
     found = {}
     for at, rule in recipe.rules().items():
@@ -237,10 +238,12 @@ def compare_groups(
 def saved_mode(groups: Sequence[Mapping[str, Any]], averages: bool) -> Mode:
     """Return the iterate that the saved parameters held, "train" or "eval".
 
+    groups: the param groups of the state dict.
     averages: True if the optimizer averages iterates.
 
     Raises:
-        ValueError: the groups disagree, or the iterate is "eval" and the optimizer averages no iterates.
+        ValueError: the groups name different or unknown iterates, or the iterate is "eval" and the optimizer averages
+            no iterates.
     """
     found = [group.get("iterate", "train") for group in groups]
     for index, mode in enumerate(found):
@@ -300,7 +303,8 @@ def _matched(where: str, own: Sequence[str | None], other: Mapping[str, Any], go
     if not missing and not unexpected:
         place = dict(zip(got, keys, strict=True))
         return [place[str(name)] for name in own]
-    # torch.distributed.checkpoint has replaced the indices in 'params' by names, in the order of this optimizer
+    # torch.distributed.checkpoint has replaced the indices in 'params' by names of its own. Their order is that of
+    # this optimizer's parameters, so that the parameters are matched by order.
     if _texts(keys) and len(keys) == len(own):
         return keys
     raise ValueError(

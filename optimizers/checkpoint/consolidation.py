@@ -102,14 +102,18 @@ def _rank_groups(optimizer: ComposedOptimizer) -> list[RankGroup]:
 
 
 def _synchronize(rank_groups: list[RankGroup], what: str) -> None:
-    """Wait for all ranks before anything is gathered, so that a missing rank leads to an error and not to a hang."""
+    """Wait until all ranks have called a method, before it gathers state. If a rank does not call it, raise an error.
+
+    rank_groups: groups of ranks to wait for.
+    what: name of the method, for the error.
+    """
     for rank_group in rank_groups:
         rank_group.all_ranks.synchronize(what, GATHER_FIRST)
 
 
 @contextmanager
 def _all_ranks(what: str) -> Iterator[None]:
-    """If a collective fails in this context, say in the error that all ranks must call the method `what`."""
+    """If a collective fails in this context, raise an error that says that all ranks must call the method `what`."""
     try:
         yield
     except DistributedError as error:

@@ -33,10 +33,10 @@ class LoadPlan:
     """A state dict that has been checked against an optimizer and is not loaded yet.
 
     mode: "train" or "eval", the iterate that the saved parameters hold.
-    batches: for each batch (param groups that were added together), its parameter sets after the load, and the values
-        for their state.
+    batches: a pair for each batch (param groups that were added together): the parameter sets that the batch has after
+        the load, and the saved state of its parameters.
     state: the optimizer's `state` mapping, which stays the same object.
-    extra: entries of the user in the saved state that belong to no parameter.
+    extra: entries that a user has added to the saved state, and that belong to no parameter.
     rest: the state dict without its state, for torch to load.
     """
 
@@ -134,9 +134,10 @@ def _loaded_group(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
 
 
 def _as_saved(parameter: Tensor, state: Any) -> Any:
-    """Return the saved state of a parameter, with a step count that is a plain number converted to a tensor.
+    """Return the saved state of a parameter in the form in which the optimizer stores it.
 
-    Entries that a framework has added to the state are copied to the parameter's device.
+    If the step count is a plain number, convert it to a tensor. Copy tensors that a framework has added to the state to
+    the parameter's device. Return `state` unchanged if it is no mapping, which a later check refuses.
     """
     if not isinstance(state, Mapping):
         return state
@@ -147,10 +148,12 @@ def _as_saved(parameter: Tensor, state: Any) -> Any:
 
 
 def _fitting(optimizer: ComposedOptimizer, batch: GroupBatch, values: Mapping[Tensor, Any]) -> Sequence[ParamSet]:
-    """Return parameter sets of some param groups that have exactly the parameters with saved state.
+    """Return the parameter sets that a batch of param groups needs to load a saved state.
 
-    If parameters were frozen or thawed since the save, new sets are built, else the present ones are returned.
+    If the present sets have exactly the parameters with saved state, return them. Otherwise parameters were frozen or
+    thawed since the save. Then build new sets from the parameters that have saved state or are trainable now.
 
+    batch: param groups that were added together.
     values: saved state of each parameter of the batch.
     """
     saved = {id(p) for p in values if not _is_absent(values[p])}
@@ -162,7 +165,11 @@ def _fitting(optimizer: ComposedOptimizer, batch: GroupBatch, values: Mapping[Te
 def _local_values(param_sets: Sequence[ParamSet], values: StateValues, mode: Mode) -> StateValues:
     """Return the saved state of each parameter as the tensors that this rank stores: shards if the state is sharded.
 
-    Raises ValueError if quantized slots have another format.
+    Raises ValueError if quantized slots were saved in another format than the optimizer's.
+
+    param_sets: parameter sets of the optimizer.
+    values: saved state by parameter and key.
+    mode: the iterate that the saved parameters hold.
     """
     local = dict(values)
     for param_set in param_sets:
@@ -180,9 +187,12 @@ def _local_values(param_sets: Sequence[ParamSet], values: StateValues, mode: Mod
 def _refuse(
     faults: list[str], param_sets: list[ParamSet], change: RecipeChange | None = None, absent: tuple[int, ...] = ()
 ) -> None:
-    """Raise ValueError if there are faults on this rank or on another one. All ranks must call it.
+    """Raise ValueError if this rank or another one has found faults in a state dict. All ranks must call it.
 
-    absent: places of the parameters without saved state. They must be equal on all ranks.
+    faults: error messages of this rank.
+    param_sets: parameter sets. The ranks that share their parameters compare faults.
+    change: differences of the recipes, which the error then names too. None: they were checked before.
+    absent: indices of the parameters without saved state. Different indices on different ranks are a fault.
     """
     header = "state_dict does not fit, and nothing was loaded:"
     message = "\n".join([header, *first_lines(faults)]) if faults else None
@@ -228,7 +238,11 @@ def _is_absent(got: Any) -> bool:
 
 
 def _faults(own: Mapping[str, Any], got: Any) -> list[str]:
-    """Return the differences in keys, shapes, dtypes and formats between saved state and the optimizer's own."""
+    """Return a line for each difference in keys, shapes, dtypes and formats between saved state and own state.
+
+    own: the optimizer's state of a parameter, or descriptions of its tensors, by key.
+    got: the saved state of the parameter.
+    """
     if not isinstance(got, Mapping):
         return [f"state must be a mapping of slots, got {type(got).__name__}"]
     faults = [f"missing '{key}'" for key in own if key not in got]

@@ -53,7 +53,8 @@ def _build(optimizer: ComposedOptimizer, saved: dict[str, Any], state: defaultdi
     state: the new mapping `optimizer.state`. The state tensors of the new sets are entered into it.
     """
     param_sets, groups = optimizer.param_sets, optimizer.param_groups
-    # a batch is the param groups that were added together; the owners of its blocks depend on all earlier batches
+    # Groups that were added together (a batch) are declared together again, in the same order. The owners of the blocks
+    # of a batch depend on all earlier batches, and so become the same.
     for first, end in pairwise([0, *saved["batches"]]):
         for index in range(first, end):
             param_sets.declare(groups[index]["params"], saved["infos"][index], saved["frozen"][index])

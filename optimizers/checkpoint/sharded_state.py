@@ -73,9 +73,12 @@ memory as the state, which offloading saves, and more than 64 MiB would hardly b
 
 
 def _owned(entries: Sequence[Mapping[str, StateEntry]]) -> Iterator[list[tuple[int, str, StateEntry]]]:
-    """Yield lists of the state tensors that are stored only by their owner, which is one of the ranks.
+    """Yield lists of the state tensors that only one rank stores, their owner.
 
-    An item of a list is (position of the parameter, key, entry). Ranks exchange the tensors of a list together.
+    An item of a list is (position of the parameter, key, entry). A list has tensors of at most `PIECE` bytes, or one
+    larger tensor. Ranks exchange the tensors of a list together.
+
+    entries: for each parameter, the description of each of its state tensors by key.
     """
     sizes = (
         ((position, key, entry), math.prod(entry.shape) * entry.dtype.itemsize)
@@ -99,7 +102,7 @@ def _stored(value: Tensor, location: Location | None) -> Tensor:
     buffer = HostBuffer(location, {"": own})
     stored = buffer.views(buffer.memory)[""].copy_(own)
     buffer.release()
-    # the constructor is called, because `from_local` would copy the entries to the device of the mesh
+    # the constructor keeps the entries in host memory, whereas `from_local` would copy them to the device of the mesh
     made: Any = DTensor
     return made(stored, value._spec, requires_grad=False) if isinstance(value, DTensor) else stored
 
@@ -161,7 +164,8 @@ def _mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 def full_tensors(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Return DTensors as full plain tensors, and plain tensors unchanged, one after another.
 
-    All ranks must call it, with the same DTensors in the same order, and take all of the results.
+    All ranks must call it with the same DTensors in the same order, and must iterate to the end, because each result
+    may need a collective.
     """
     full = _full_dtensors([x for x in tensors if is_dtensor(x)])
     return (next(full) if is_dtensor(x) else x for x in tensors)
@@ -193,7 +197,8 @@ def _full_dtensors(dtensors: Sequence[Any]) -> Iterator[Tensor]:
 def _sharded(x: Any) -> Layout | None:
     """Return the layout of a sharded DTensor, or None for any other DTensor.
 
-    None is also returned if the ranks of the mesh are not in ascending order, as those of its process group are.
+    Also return None if the mesh does not list its ranks in ascending order. A layout numbers ranks in the order of the
+    process group, which is ascending.
     """
     mesh = x.device_mesh
     ranks = mesh.mesh.flatten().tolist()
@@ -247,17 +252,20 @@ def _as_parameter(tensor: Tensor, param_set: ParamSet, position: int, location: 
 
 
 def _division(param_set: ParamSet, position: int, lead: int) -> tuple[DeviceMesh, list[Placement], bool]:
-    """Return (mesh, placements, cut): how the entry-wise state of a parameter is sharded.
+    """Return (mesh, placements, cut), which describe the entry-wise state of a parameter as a DTensor.
 
     The state is sharded as the parameter is. If replicas divide the update of the parameter among themselves, the state
     is also sharded over the replicas.
 
+    position: index of the parameter in its set.
+    lead: number of axes of the state before the axes of the parameter.
+
+    The parts of the result are:
     mesh: the device mesh.
     placements: placement of the state on each axis of the mesh.
-    cut: True if no placements describe the sharding, because replicas divide the rows of one shard among themselves.
-        `placements` then shard the state evenly along the first axis of the parameter.
-
-    lead: number of axes of the state before the axes of the parameter.
+    cut: True if no placements can describe the shards that ranks store, because replicas divide the rows of one shard
+        among themselves. In a checkpoint the state is then sharded evenly along the first axis of the parameter, which
+        `placements` describe, so the caller must gather the state and cut it again.
     """
     parameter, placement = param_set.parameters[position], param_set.specs[position].placed
     cut = False
@@ -290,9 +298,11 @@ def _after(lead: int, placement: Placement) -> Placement:
 
 
 def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tensor:
-    """Return a plain tensor unchanged, and also a DTensor that all ranks shard along its first axis.
+    """Return a DTensor unchanged if the ranks of a group shard it along its first axis, and any other DTensor in full.
 
-    Return any other DTensor as the full plain tensor.
+    The full tensor is plain. A plain tensor is returned unchanged.
+
+    device: device of the mesh of the group.
     """
     if not is_dtensor(value):
         return value

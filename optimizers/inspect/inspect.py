@@ -1,5 +1,7 @@
-"""`Optimizer.inspect()`: measurements of the present state, and of the step that `watch_next_step` selected, of all
-ranks."""
+"""`Optimizer.inspect()`, a table of measurements on all ranks: of the present state, and of the last watched step.
+
+`watch_next_step` makes the next step a watched one.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,10 @@ no parameter."""
 
 
 def _require_numbers(param_sets: Iterable[ParamSet], who: str) -> None:
-    """Raise ValueError if parameters are fake tensors, which have no values to measure."""
+    """Raise ValueError if parameters are fake tensors, which have no values to measure.
+
+    who: name of the function that was called, for the error.
+    """
     for param_set in param_sets:
         if fake_mode(param_set.parameters[0]) is not None:
             raise ValueError(f"{who}: {param_set.names[0]} is a fake tensor, which has no values to measure")
@@ -122,6 +127,8 @@ def _of_step(param_set: ParamSet, stack_state: StackState, samples: Iterable[Sam
     """Yield the measurements of the step after `watch_next_step`, for the blocks of a stack.
 
     If a measure of a block was recorded several times in the step, only the last value is used.
+
+    samples: sums that were recorded in the step, in the order of recording.
     """
     blocks, found = list(stack_state.rows()), dict[tuple[object, ...], Measurement]()
     for stage, slot, measure, rows, mask, sums in samples:
@@ -233,8 +240,9 @@ class StepWatch(Watch):
         square, product = _dot(update, update), _dot(update, gradient)
         squares = self._squares(inputs["gradient"], gradient)
         paths = (state.path, *([] if len(self._calls) > 1 else [state.path.rpartition(".")[0]]))
-        # A stage inside another stage stores samples under its own path alone. A stage of the update's chain also
-        # stores them under the path of the chain. There the last stage overwrites the samples of the earlier ones.
+        # A stage inside another stage stores its measures under its own path alone. Each stage of the outermost chain
+        # also stores them under the path of the chain. Each overwrites the measures of the stage before it, so that at
+        # the end of the step the path of the chain has those of the last stage.
         for path in paths:
             self._add(state, path, ("", "update_rms"), (square, square, torch.full_like(square, update.shape[1])))
             self._add(state, path, ("", "cosine"), (product, square, squares))
@@ -249,13 +257,14 @@ class StepWatch(Watch):
         return self._given[1]
 
     def _add(self, state: State, path: str, what: tuple[str, str], sums: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Store the sums from which a measure of n blocks, such as the cosine of update and gradient, is computed.
+        """Store a `Sample`: the sums from which a measure of n blocks of the stack is computed.
 
         An earlier `Sample` of the same measure and blocks is dropped.
 
-        state: state of the stage for the n blocks. Its `rows` are their indices in the stack, a tensor of N blocks.
-        path: path of the stage or chain that is measured.
-        what: (name of the state tensor, or "" for a measure of the update, name of the measure).
+        state: state of a stage for the n blocks. `state.rows` says which blocks of the stack these are.
+        path: path under which the measure is reported, that of a stage or of a chain.
+        what: pair (name of the measured slot, name of the measure). For a measure of the direction, such as "cosine",
+            the name of the slot is "".
         sums: the numbers a, b, c of the measure a / sqrt(b c), `[n]` each.
         """
         (slot, measure), rows = what, state.rows
@@ -335,7 +344,7 @@ def _is_factor(slot: Slot) -> bool:
 
 
 def _pairs(basis: Slot, other: Slot) -> bool:
-    """Return True if a slot is the statistic from which a basis is computed."""
+    """Return True if the slot `other` is the statistic from which the slot `basis` is computed."""
     same = basis.axes is not None and basis.axes == other.axes
     return same and other.role == "statistic" and _is_factor(other) and other.shape[0] == basis.shape[0]
 

@@ -39,7 +39,7 @@ from .table import Inspection, Measurement
 
 @dataclass(frozen=True)
 class RoutedParameter:
-    """The route of one parameter, the reason for it, and the resulting blocks, bytes and ways to run the step.
+    """The route of one parameter, the reason for it, and its effects: blocks, bytes of state, and speed of the step.
 
     name: name of the parameter.
     shape: global shape of the parameter.
@@ -51,8 +51,9 @@ class RoutedParameter:
     width_factors: distinct factors by which `width_scaling` multiplies updates of the parameter's matrices; () if it
         multiplies none.
     left_out: a text for each axis that the stages do not precondition, with the reason.
-    fallbacks: reasons why the parameter's step is not compiled although the recipe asks for it, not fused although the
-        chain is Adam's, or not run in chunks although the parameter is large enough.
+    fallbacks: reasons why the step of the parameter is slower than it could be. A step can be compiled if the recipe
+        has `compile`, fused if the chain is Adam's, and run in chunks if the parameter is large enough. Each text names
+        one of these that is not done, and the reason.
     """
 
     name: str
@@ -143,9 +144,10 @@ class Released(Protocol):
         """Names of the parameters that were updated in the present backward."""
 
     def finish(self) -> tuple[list[Hyper], int] | None:
-        """End the part of a step that ran during backward.
+        """End the part of the present step that ran during backward. `Optimizer.step` updates the other parameters.
 
-        Return (values of the param groups, number of steps before this step), or None if backward updated no parameter.
+        Return (values of the param groups that the updates used, number of steps before this one), or None if backward
+        updated no parameter.
         """
 
 
@@ -166,7 +168,11 @@ class ComposedOptimizer(torch.optim.Optimizer):
     released: Released | None = None
 
     def _adopt_changes(self, thorough: bool = True) -> None:
-        """Adopt changes that other code made to parameters and state. Reports call this before they read state."""
+        """Adopt changes that other code made to parameters and state. Reports call this before they read state.
+
+        thorough: True to check all state for changes and to finish delayed refreshes, False to check only the largest
+            tensors.
+        """
         raise NotImplementedError
 
     @property
@@ -208,7 +214,10 @@ class ComposedOptimizer(torch.optim.Optimizer):
     @property
     @isolated
     def skipped(self) -> Counter[str]:
-        """Return how many updates were skipped because a gradient was not finite, by name of the parameter."""
+        """Return the number of skipped updates, by name of the parameter.
+
+        An update is skipped if the gradient is not finite, or too large to be squared.
+        """
         return self.param_sets.skipped()
 
     @property

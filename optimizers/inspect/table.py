@@ -110,13 +110,21 @@ WATCHED = ("weight_norm", "gradient_norm", "update_ratio", "update_rms", "cosine
 
 
 def _names(row: Measurement, column: str) -> tuple[str, ...]:
-    """Return the values by which `select` finds a row. A stage is found by its path, and by the end of its path."""
+    """Return the texts by which `select` finds a row in a column: the value, and for a stage also the end of its path.
+
+    column: name of the column, such as "stage".
+    """
     value: str = getattr(row, column)
     return (value, value.rpartition(".")[2]) if column == "stage" else (value,)
 
 
 def _hint(column: str, value: str, known: Sequence[str]) -> str:
-    """Return the end of the error about a value that is not in a column."""
+    """Return the advice at the end of the error about a value that `select` finds in no row.
+
+    column: name of the column, such as "measure".
+    value: the value that was not found.
+    known: all values by which `select` finds rows in this column.
+    """
     if column == "measure" and value in WATCHED:
         return "; call `optimizer.watch_next_step()` before a step, and `inspect()` after it"
     listed = name_some([name for name in known if name], 12) or "none"

@@ -117,6 +117,11 @@ def _gradients(
 ) -> Sequence[Tensor | None]:
     """Return the gradients of a loss, with None for parameters that the loss does not depend on.
 
+    who: name of the public function, for errors.
+    parameters: the trained parameters.
+    names: names of the parameters, for errors.
+    create_graph: True if the gradients are differentiated too.
+
     Raises:
         TypeError: the loss is no tensor.
         ValueError: there are no trained parameters, or the loss is no number or depends on none of them.
@@ -185,7 +190,11 @@ def _rows(who: str, param_set: ParamSet, takers: set[int]) -> Iterator[tuple[Par
 
 
 def _average(param_set: ParamSet, tensors: Sequence[Tensor], who: str) -> None:
-    """Replace tensors by their mean over ranks, in place."""
+    """Replace tensors by their mean over ranks, in place. All ranks that share the parameters must call it.
+
+    tensors: estimates for parameters of the set; equal shapes on all ranks.
+    who: name of the public function, for errors.
+    """
     if param_set.rank_group is None or not tensors:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

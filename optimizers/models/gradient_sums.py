@@ -32,11 +32,11 @@ Join = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class _Sum:
-    """A value that was joined from contributions of backward passes.
+    """The sum or the maximum of the values that backward passes have contributed to a signal.
 
-    value: the sum or the maximum of the contributions.
-    count: number of rows (of inputs, of gradients, or one for each backward) from which the value was computed; a 0-d
-        tensor if the number is only known on the device.
+    value: the sum or the maximum.
+    count: number of rows from which `value` was computed. A row is an input of a layer, a gradient of an output, or the
+        whole gradient of one backward. The number is a 0-d tensor if only the device knows it.
     """
 
     value: Tensor
@@ -74,17 +74,17 @@ class _Backward(dict[Hashable, _Running]):
 
 
 class GradientSums(ABC):
-    """Collects a signal (an input of stages beside the gradient) in backward passes, by hooks on layers.
+    """Collects a signal (an input of stages beside the gradient) in backward passes, by hooks on layers or parameters.
 
-    Values of one key are joined by `join`, for example added. A key belongs to a parameter, and its sum to the present
-    gradient of the parameter. `add` is called inside a backward, before the backward accumulates the gradient. If the
-    gradient is None or zero at that time, a new sum begins, because `zero_grad`, the user or a skipped step has dropped
-    the earlier gradient.
+    The signal has sums, each under a key. Each sum belongs to a parameter, and to the present gradient of that
+    parameter. A hook calls `add` with a value inside a backward, before the backward accumulates the gradient. The
+    operation `join` joins the value with the sum, for example adds it. If the gradient is None or zero at that time, a
+    new sum begins, because `zero_grad`, the user or a skipped step has dropped the earlier gradient.
 
-    A backward may leave the gradient unchanged (`torch.autograd.grad`). Its values are used only if no other backward
-    of the step changes the gradient. DTensors are an exception, because FSDP may change a gradient only in the last
-    backward of a step: the values are also used if a later backward changes the gradient. The optimizer is referenced
-    weakly.
+    A backward may leave the gradient of the parameter unchanged (`torch.autograd.grad`). The values of such a backward
+    are used only if no other backward of the step changes the gradient. DTensors are an exception, because FSDP may
+    change a gradient only in the last backward of a step: the values are also used if a later backward changes the
+    gradient. The optimizer is referenced weakly.
 
     name: name of the signal.
     join: operation that joins values.
@@ -337,7 +337,10 @@ class _Variance(GradientSums):
             self._handles.append(self.parameter(place).register_hook(hook))  # type: ignore[no-untyped-call]
 
     def _add(self, place: ParamPlace, gradient: Tensor) -> None:
-        """Add the squares of a gradient that a backward pass is about to accumulate."""
+        """Add the squares of a gradient that a backward pass is about to accumulate.
+
+        place: (index of the param group, index in the group) of the parameter.
+        """
         if self.listens:
             squares = gradient.detach().to(compute_dtype(gradient.dtype)).square()
             self.add(place, self.parameter(place), squares)

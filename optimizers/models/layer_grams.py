@@ -36,12 +36,13 @@ class LayerGrams(GradientSums):
     """Collector of X^T X for every layer whose update requests the signal `name`.
 
     The rows of X `[N, n]` are the layer's inputs, or the gradients of its outputs. X has the rows of all calls whose
-    backward contributed to the present gradient of the weight: of micro-batches, of several calls of a module in one
-    forward, and of modules that share the weight. A forward without a backward, or with a gradient that is dropped,
-    adds no rows. A forward that activation checkpointing repeats adds its rows once. Rows are collected only if a stage
-    needs the signal in the next step. In copies and pickles of the model the hooks do nothing.
+    backward contributed to the present gradient of the layer's weight: of micro-batches, of several calls of a module
+    in one forward, and of modules that share the weight. A forward without a backward, or with a gradient that is
+    dropped, adds no rows. A forward that activation checkpointing repeats adds its rows once. Rows are collected only
+    if a stage needs the signal in the next step. In copies and pickles of the model the hooks do nothing.
 
-    If gradients are scaled after the backward, X^T X of gradients is scaled by the square of the same factor.
+    If the gradients of parameters are scaled after the backward, and the rows of X are gradients, X^T X is multiplied
+    by the square of the same factor.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, name: str) -> None:
@@ -66,7 +67,11 @@ class LayerGrams(GradientSums):
         self._due = None
 
     def wants(self, module: nn.Module) -> bool:
-        """Return True if inputs or output gradients of a layer should be collected in the call that runs now."""
+        """Return True if the call of a layer that runs now must be collected.
+
+        This is so if the forward has gradients, if the next step of the layer's weight uses the signal, and if the call
+        uses this weight and not another one (as `functional_call` may).
+        """
         weight = module._parameters.get("weight")
         if weight is None or not (weight.requires_grad and self.records):
             return False
@@ -80,13 +85,13 @@ class LayerGrams(GradientSums):
         return weight is parameter or is_dtensor(parameter)  # otherwise `functional_call` passed another weight
 
     def add_later(self, module: nn.Module, rows: CallRows, output: Tensor) -> None:
-        """Register a hook that adds X^T X to the layer's sum during backward, with the inputs of one call as rows of X,
-        or the gradients of its outputs.
+        """Register a hook that adds X^T X of one call to the layer's sum, when backward reaches the output of the call.
 
-        The hook belongs to the output tensor of the call. Backward calls it with the gradient of the output, even if
-        the next layer writes into this tensor.
+        Backward calls the hook with the gradient of the output, even if the next layer writes into the output tensor.
 
-        rows: function that computes X^T X from the gradient of the output.
+        rows: function that returns X^T X and the number of rows to add to N, given the gradient of the output. The rows
+            of X are the inputs of the call, or the gradients of its outputs.
+        output: the output of the call.
         """
         output.register_hook(partial(self._add, self._watched[module], rows))  # type: ignore[no-untyped-call]
 
@@ -148,7 +153,11 @@ def whole(x: Tensor) -> Tensor:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Return True if a layer is known to multiply its inputs by its weight."""
+    """Return True if a layer multiplies its inputs by its weight, as far as its class and the weight's axes show.
+
+    This holds for a weight of two axes, except in embeddings, and for 1-d and 2-d convolutions of one group with zeros
+    as padding.
+    """
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag, torch.jit.ScriptModule)):  # compiled code calls no hooks
         return False
     weight = module._parameters.get("weight")
@@ -227,7 +236,8 @@ def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams
 
     If the loss is the mean over N outputs, as in language models over tokens, the signal is the mean of h_i h_i^T,
     where h_i = N g_i is the gradient of the loss of output i. If the loss is the mean over fewer items, such as M
-    sequences, the signal is N / M times the sum M sum_i g_i g_i^T that belongs to this mean.
+    sequences, the factor N is too large: the factor that fits this mean is M, so the signal is N / M times as large as
+    M sum_i g_i g_i^T.
 
     The g_i have the scale of the step's gradient: if GradScaler's `unscale_` or `clip_grad_norm_` scaled the gradients
     after the backward, the g_i are scaled by the same factor.
@@ -270,5 +280,8 @@ def _gradient_rows(axis: int, gradient: Tensor) -> tuple[Tensor, int]:
 
 
 def _channels(module: nn.Module) -> int:
-    """Return the (negative) index of the axis of a layer's output that has the layer's channels."""
+    """Return the index, counted from the end, of the axis of a layer's output that has one entry for each output unit.
+
+    The index is -1 for a linear layer. For a convolution the axis is that of the channels.
+    """
     return -1 - len(module.kernel_size) if isinstance(module, (nn.Conv1d, nn.Conv2d)) else -1

@@ -61,7 +61,11 @@ class Composition:
     names_only: bool = False
 
     def slots(self) -> dict[StateKey, dict[Slot, None]]:
-        """Return the distinct slots of all blocks of the model, on all ranks, by state key without a block index."""
+        """Return the distinct slots of all blocks of the model, on all ranks, by stage path and name of the slot.
+
+        The keys are state keys without the index of the block. The values are dicts in place of ordered sets: blocks of
+        different shapes can have different slots under one key.
+        """
         found = dict[StateKey, dict[Slot, None]]()
         for rule, path, block in self._blocks:
             for key, slot in slot_keys(rule, path, block).items():
@@ -79,7 +83,10 @@ class Composition:
 
     @cached_property
     def _blocks(self) -> list[tuple[Recipe | Route, str, tuple[int, ...]]]:
-        """(update rule, path of the rule, shape of a block) for distinct blocks of the model, on all ranks."""
+        """Triples (update rule, path of the rule, shape of a block), one for each rule and each shape of its blocks.
+
+        The blocks are those of all ranks.
+        """
         recipe, found = self.optimizer.recipe, dict[tuple[str, tuple[int, ...]], Recipe | Route]()
         rules = recipe.rules()
         for info in self.optimizer.param_sets.infos:
@@ -129,7 +136,7 @@ def warn_of_faults(optimizer: Optimizer, steps: int | None, silence: Iterable[st
 
 @recipe_check("head-unclear")
 def _unclear_head(composed: Composition) -> Iterator[str]:
-    """Warn if the recipe's main update receives the last layer although this layer may be the output head."""
+    """Warn if the recipe's own update receives the model's last layer, although this layer may be the output head."""
     optimizer = composed.optimizer
     yield from unclear_heads(optimizer.recipe, optimizer.param_sets.rows(), composed.names_only)
 
@@ -169,8 +176,9 @@ def _left_parameters(composed: Composition) -> Iterator[str]:
 
 @recipe_check("state-large")
 def _large_state(composed: Composition) -> Iterator[str]:
-    """Warn if a parameter's state is much larger than the parameter, as with a statistic of the long axis of a thin
-    matrix.
+    """Warn if a parameter's state is much larger than the parameter.
+
+    An example is a matrix 8 x 50,000 with a statistic for its long axis, which is a matrix 50,000 x 50,000.
     """
     optimizer = composed.optimizer
     sets, costly = optimizer.param_sets, list[tuple[float, str, tuple[int, ...]]]()
@@ -191,8 +199,10 @@ def _large_state(composed: Composition) -> Iterator[str]:
 
 @recipe_check("vectors-normalized")
 def _normalized_vectors(composed: Composition) -> Iterator[str]:
-    """Warn if the recipe's own update has a stage for matrices that ignores norms, such as `spectral`, and receives
-    biases and other vectors, because the recipe has no route for them. Such a stage only normalizes a vector.
+    """Warn if the recipe's own update receives vectors, such as biases, and has a stage that only normalizes vectors.
+
+    This is a stage for matrices whose result does not depend on the norm of its input, such as `spectral`. The remedy
+    is a route for vectors.
     """
     recipe, vectors = composed.optimizer.recipe, list[str]()
     stage = next(
@@ -274,7 +284,10 @@ def _rounded_second_moments(composed: Composition) -> Iterator[str]:
 
 @recipe_check("schedule-beyond-run")
 def _long_schedules(composed: Composition) -> Iterator[str]:
-    """Warn if a schedule is longer than the run, so that its last value is never reached."""
+    """Warn if a schedule is longer than the run, so that its last value is never reached.
+
+    The length of the run is `steps` of `compose`, or else `total_steps` of the recipe.
+    """
     recipe, steps = composed.optimizer.recipe, composed.steps or composed.optimizer.recipe.total_steps
     for path, schedule in schedules(recipe) if steps is not None else ():
         length = sum(segment.length(steps) for segment in schedule)
@@ -289,8 +302,9 @@ def _long_schedules(composed: Composition) -> Iterator[str]:
 def _whitening_after_graft(composed: Composition) -> Iterator[str]:
     """Warn if a stage after a grafting changes the norm that the grafting has set.
 
-    There is one exception, as in 4-bit Shampoo: the grafting keeps the norm of the gradient, and the later stage
-    divides by its own statistics. The grafting then only preconditions the gradient that a later Adam gets.
+    There is no warning for a combination that 4-bit Shampoo uses: the grafting computes norms without state, such as
+    the norm of the gradient, and the later stage divides by its own statistics, as Adam does. The grafting then
+    preconditions the gradient of that Adam, and does not set the norm of the update.
     """
     for path, (stages, (block, *_)) in composed.chains().items():
         graft: Stage | None = None
@@ -375,12 +389,15 @@ def _chains(stages: Stages, block: tuple[int, ...], path: str) -> Iterator[tuple
 
 
 def _magnitudes(stage: Stage, block: tuple[int, ...]) -> list[Inner]:
-    """Return the inner chains of a stage whose second moments determine the size of every update of the stage."""
+    """Return the chains inside a stage that set the size of each direction of the stage, as a grafting's magnitude.
+
+    An error in the second moments of such a chain changes the size of every update (`Inner.sensitive`).
+    """
     return [inner for inner in stage.inner(block).values() if inner.sensitive]
 
 
 def _adapts(graft: Stage, block: tuple[int, ...]) -> bool:
-    """Return True if a grafting takes its norms from a chain with state."""
+    """Return True if the chain that sets the norms of a grafting has state, as Adam has."""
     return any(stage.keeps_state(inner.block) for inner in _magnitudes(graft, block) for stage in inner.chain)
 
 
@@ -390,7 +407,10 @@ def _whitens(stage: Stage, block: tuple[int, ...]) -> bool:
 
 
 def _ignores_scale(stages: Stages, block: tuple[int, ...]) -> Stage | None:
-    """Return the first stage that is not a clip, if it has no state and ignores the norm of its input; else None."""
+    """Return the first stage that is no clip, if its result does not depend on the norm of its input.
+
+    Return None if its result does depend on this norm, or if this stage, or a clip before it, has state.
+    """
     for stage in stages:
         own = stage.cached_traits(block)
         if stage.keeps_state(block):
@@ -417,7 +437,10 @@ def _largest(stages: Stages, block: tuple[int, ...]) -> float:
 
 
 def _out_of_reach(stages: Stages, block: tuple[int, ...]) -> bool:
-    """Return True if the last stage of a chain is a clip that never changes the direction it receives."""
+    """Return True if the last stage of a chain is a clip whose bound no direction of the stages before it can reach.
+
+    block: shape of the block that the chain receives.
+    """
     clip = stages[-1].cached_traits(block).clip
     return clip is not None and _of_blocks(stages[-1], block) and clip > _OVERSHOOT * _largest(stages[:-1], block)
 
@@ -429,7 +452,10 @@ def _of_blocks(clip: Stage, block: tuple[int, ...]) -> bool:
 
 
 def _decays(constraint: Constraint) -> bool:
-    """Return True if a constraint has no state, and shrinks parameters more at a larger learning rate."""
+    """Return True if a constraint is a decay: it shrinks parameters, and more so at a larger learning rate.
+
+    Constraints with state or with required signals are not tried, and the result is False.
+    """
     if constraint.requires_some or constraint.slots((2, 2)):
         return False
     ones = [torch.ones(2, 2, dtype=torch.float32, device="cpu")]
@@ -438,17 +464,24 @@ def _decays(constraint: Constraint) -> bool:
 
 
 def _takes(storage: dict[str, Quantizer], text: str, key: StateKey, slot: Slot) -> bool:
-    """Return True if the entry `text` of a recipe's `storage` is the one that decides how a state tensor is stored.
+    """Return True if an entry of a recipe's `storage` applies to a slot.
 
-    key: path and name of the state tensor.
-    slot: its declaration.
+    An entry under the path of the slot comes first, then one under the path of its stage, then one under its role. An
+    entry under a role applies to no slot that is `sensitive`.
+
+    storage: the recipe's `storage`.
+    text: key of the entry: a path or a role.
+    key: state key of the slot.
     """
     named = next((where for where in (key.name, key.stage) if where in storage), None)
     return text == named if named is not None else text == slot.role and not slot.sensitive
 
 
 def _rounds_to_zero(quantizer: Quantizer) -> bool:
-    """Return True if a quantizer rounds the second moment `_SMALL` to 0 in a block whose largest one is 1."""
+    """Return True if a quantizer rounds second moments of size `_SMALL` to 0 beside second moments of size 1.
+
+    The function tries a matrix of 64 x 64 second moments. Return False if the quantizer cannot store such a matrix.
+    """
     slot = Slot((64, 64))
     x = torch.full((1, *slot.shape), _SMALL, dtype=torch.float32, device="cpu")
     x[..., 0] = 1.0

@@ -91,9 +91,9 @@ class MaxLogits(nn.Module):
         trained.register_hook(partial(source.add_call, self, found))  # type: ignore[no-untyped-call]
 
     def _found(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the largest product q_i . k_j of each head, `[H]`.
+        """Return the largest product q_i . k_j of each query head of this rank, `[H]`, over the batch and all i and j.
 
-        Sequences are processed one by one to save memory.
+        With `causal`, j is at most i. Sequences are processed one by one to save memory.
         """
         k, found = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1), []
         for queries, keys in zip(q.float(), k.float(), strict=True):
@@ -110,10 +110,13 @@ class MaxLogits(nn.Module):
         return (self.fused,) if self.fused is not None else (str(self.query), str(self.key))
 
     def signal(self, largest: Tensor, axis_of: Callable[[str], int]) -> Mapping[str, Tensor]:
-        """Return the signal by name of the weight: a number for each head of the weight, 0 for heads of other ranks.
+        """Return the signal of each weight by its name: a tensor with a number for each head of the full weight.
 
-        largest: S `[H]` of this rank's heads.
-        axis_of: function from the name of a weight to the axis of its outputs.
+        The number of a head is S, or 0 if S is negative. It is 0 for heads of other ranks, and for the heads of values
+        in `fused`.
+
+        largest: S `[H]` of this rank's query heads.
+        axis_of: function that returns, for the name of a weight, the axis of the weight along which its outputs are.
 
         Raises:
             ValueError: the sharding does not determine which outputs of a weight form this rank's heads.
@@ -169,8 +172,8 @@ class _Span:
         name: name of the weight, for the message.
 
         Raises:
-            ValueError: the range begins or ends inside a head, or it has all items, so that it is unknown which heads
-                are on this rank.
+            ValueError: the range begins or ends inside a head. Or the range of this rank has the items of all ranks, so
+                that it does not show which heads the numbers belong to.
         """
         each, rest = divmod(self.length, max(len(numbers), 1))
         if self.length == self.full or not each or rest or self.start % each or self.full % each:
@@ -210,21 +213,21 @@ class _Seen:
         return _Span(box.start[axis], box.shape[axis], shape[axis])
 
     def has_all(self, heads: int, own: _Span) -> bool:
-        """Return True if this rank called `MaxLogits` with all heads.
+        """Return True if this rank called `MaxLogits` with the heads of all ranks.
 
         This is so if the weight is not sharded, or if its outputs were gathered before the call.
 
-        heads: number of heads of this rank.
-        own: this rank's range of the outputs of the weight.
+        heads: number of heads with which this rank called `MaxLogits`.
+        own: the outputs that are in this rank's shard of the weight.
         """
         if self.heads is not None:
             return self.heads[0].length == self.heads[0].full
         return own.length == own.full or heads * self.width == own.full
 
     def all_key_heads(self, own: _Span) -> int:
-        """Return the number of key heads of all ranks together.
+        """Return the number of key heads of all ranks together, computed from DTensors or else from the weight of keys.
 
-        own: this rank's range of the outputs of the weight of keys.
+        own: the outputs that are in this rank's shard of the weight of keys.
         """
         if self.heads is not None:
             return self.heads[1].full
@@ -253,7 +256,8 @@ def _heads(q: Tensor, k: Tensor) -> tuple[_Span, _Span]:
     """Return this rank's spans of query heads and key heads.
 
     Raises:
-        ValueError: queries and keys are not DTensors with equal placements along the batch or the heads.
+        ValueError: queries and keys are not both DTensors, have different placements, or are sharded along another axis
+            than the batch or the heads.
     """
     if not (is_dtensor(q) and is_dtensor(k) and q.placements == k.placements) or not all(
         placement.is_replicate() or placement.is_shard(0) or placement.is_shard(1) for placement in q.placements

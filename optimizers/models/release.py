@@ -111,10 +111,10 @@ class _Unit:
 class _Step:
     """A step that has begun in backward.
 
-    hypers: values of the param groups, which all parameters of the step use.
+    hypers: learning rate and weight decay of each param group, with which all parameters of the step are updated.
     taken: number of steps before this one.
-    units: (the `_Unit` of parameters that are updated together, position of the parameter in its set), by id of the
-        parameter.
+    units: for each parameter, by its id, a pair: the `_Unit` of parameters with which it is updated, and its position
+        in its parameter set.
     complete: ids of the parameters with complete gradients.
     stepped: names of the parameters that were updated.
     pending: units with complete gradients whose parameters were not updated yet.
@@ -204,10 +204,11 @@ class Release:
                     self._update_pending(optimizer, step)
 
     def finish(self) -> tuple[list[Hyper], int] | None:
-        """End the part of a step that ran during backward.
+        """End the part of the present step that ran during backward. `Optimizer.step` updates the other parameters.
 
-        Return (values of the param groups, number of steps before this step), or None if backward updated no parameter.
-        Raises RuntimeError if a value of a param group has changed since backward began.
+        Return (values of the param groups that the updates used, number of steps before this one), or None if backward
+        updated no parameter. Raises RuntimeError if a learning rate or weight decay has changed since the step began in
+        backward.
         """
         if self._step is None:
             return None
@@ -283,10 +284,11 @@ def rates_differ(one: Hyper, two: Hyper) -> bool:
 def _units_of(param_set: ParamSet, parts: int) -> Iterator[_Unit]:
     """Divide the parameters of a set into units, and yield the units. The parameters of a unit are updated together.
 
-    Two parameters are in one unit if both have blocks in one stack (blocks with one shape) whose parameters can only be
-    updated together. If ranks share the parameters, the stack of any rank counts. All ranks call this function.
+    Two parameters are in one unit if both have blocks in the same stack, and this stack is computed at once and not
+    parameter by parameter. They are also in one unit if their blocks are in stacks that are computed together. If ranks
+    share the parameters, it is enough that this is so on one rank. All ranks call this function.
 
-    parts: number of parts of the release, which must be the same on all ranks.
+    parts: argument of `release`, which must be the same on all ranks.
     """
     sets: list[set[int]] = []
     for group in param_set.together:
@@ -306,10 +308,14 @@ def _units_of(param_set: ParamSet, parts: int) -> Iterator[_Unit]:
 
 
 def _of_all_ranks(ranks: RankGroup, sets: Sequence[set[int]], parts: int) -> list[set[int]]:
-    """Return the sets of positions that any rank gave, the same on all ranks. All ranks call it.
+    """Gather sets of parameters from all ranks, and return them in the same order on all ranks. All ranks call it.
 
     A rank has only stacks of the blocks that it updates, so units of its own stacks alone would differ between ranks.
     Ranks would then update different parameters at the same time, and wait for each other without end.
+
+    sets: positions of parameters. The parameters of a set have blocks in the same stack of this rank, or in stacks that
+        are computed together.
+    parts: argument of `release`. ValueError is raised if ranks gave different numbers.
     """
     given = parts, sorted({(*sorted(own),) for own in sets if len(own) > 1})
     found = ranks.all_gather_object(given, "release of gradients")
@@ -320,7 +326,9 @@ def _of_all_ranks(ranks: RankGroup, sets: Sequence[set[int]], parts: int) -> lis
 
 
 def _reasons(optimizer: Optimizer, averaged: bool) -> Iterator[tuple[str, str]]:
-    """Yield (path, reason) for all parts of an optimizer that need all gradients of a step together.
+    """Yield (path, reason) for each part of an optimizer or model that excludes updates during backward.
+
+    Most of these parts need the gradients of all parameters before the first update.
 
     averaged: True if the model averages gradients over ranks after they are complete.
     """
