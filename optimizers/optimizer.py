@@ -253,8 +253,9 @@ class Optimizer(ComposedOptimizer):
             try:
                 return self._step(given)
             except ArithmeticError:
-                # The step failed with the present gradients, so the values given by `provide` for it are dropped. Any
-                # other error comes from a wrong call. The caller may correct the call, which then uses these values.
+                # An ArithmeticError is a fault of the present gradients. The values that `provide` has stored for this
+                # step belong to these gradients, and are dropped. Any other error is a fault of the call, for example a
+                # missing closure. The caller may call again, and that call uses the values.
                 self.param_sets.signals.drop()
                 raise
 
@@ -315,7 +316,7 @@ class Optimizer(ComposedOptimizer):
         return loss
 
     def _collect_signals(self) -> None:
-        """Call the functions that return the values of signals in every step."""
+        """Call the functions that `provide` has received, and store the values of signals that they return."""
         if self.param_sets.asks_signals:
             known = [parameter for param_set in self.param_sets for parameter in param_set.parameters]
             self.param_sets.signals.collect(known)
@@ -360,11 +361,12 @@ class Optimizer(ComposedOptimizer):
         return next((name for name in ("sam", "line_search") if getattr(self.recipe, name) is not None), None)
 
     def _passes(self, closure: Callable[[], Any] | None, parameters: Iterable[Tensor]) -> Passes | None:
-        """Return an object that calls the closure, and that restores buffers and random numbers between several calls.
+        """Return an object that calls the closure of a step, or None without a closure.
 
-        Return None without a closure.
+        A recipe with `sam` or `line_search` calls the closure several times. The object then gives all calls the same
+        buffers of the model and the same random numbers.
 
-        parameters: the trained parameters, whose values are restored too.
+        parameters: the trained parameters. The random number generators of their devices are restored between calls.
         """
         rule = self._calls_again
         if closure is None and rule is None:
@@ -393,7 +395,10 @@ class Optimizer(ComposedOptimizer):
         return loss
 
     def _keep_peak(self, group: dict[str, Any], hyper: Hyper) -> None:
-        """Store a new peak of the learning rate in a group. Warn once if the learning rate of a step raised it."""
+        """Store the peak of the learning rate in a param group. Warn once if the learning rate of a step has raised it.
+
+        hyper: learning rate, its peak and weight decay of the group in this step.
+        """
         known, group["peak_lr"] = group["peak_lr"], hyper.peak_lr
         rose = isinstance(hyper.lr, float) and hyper.peak_lr == hyper.lr != group.get("max_lr") and known > 0
         if rose and not self._warned_of_peak:
@@ -582,9 +587,13 @@ class ModelLink:
                 )
 
     def _left(self, groups: Sequence[Mapping[str, Any]], held: Mapping[str, Tensor], shape: torch.Size) -> str | None:
-        """Return the name of a parameter of a shape that is no longer in the model, or None if there is none.
+        """Return the name of a parameter that the model had and has no longer, or None if there is none.
 
-        held: the present parameters of the model.
+        Names with which the optimizer was made are searched. If several parameters fit, the first is returned.
+
+        groups: the param groups, which still have the parameter.
+        held: the present parameters of the model, by name.
+        shape: shape of the parameter.
         """
         inside = {id(own) for own in held.values()}
         left = {name: groups[at]["params"][place] for name, (at, place) in self._places.items() if name not in held}

@@ -89,7 +89,10 @@ def meant_overrides(key: str, value: Any, rule: Recipe | Route, at: str = "") ->
 
 
 def _stages(rule: Recipe | Route, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, stage) of every stage, with the path that an override needs."""
+    """Yield (path, stage) of every stage of a rule, with the dotted path by which an override finds the stage.
+
+    at: path of the rule in the recipe, "" for the recipe itself.
+    """
     sums = list[str]()
     for path, stage in rule.stages(at):
         written = re.sub(r"\.after_(direction|magnitude)\.", ".after.", path)  # `graft` has two copies of `after`
@@ -101,7 +104,10 @@ def _stages(rule: Recipe | Route, at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _decays(rule: Recipe | Route, at: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, role) of the decay of each slot that a stage with a `beta` stores."""
+    """Yield (dotted path of the field `beta`, role of the slot) for each slot of each stage that has a `beta`.
+
+    at: path of the rule in the recipe, "" for the recipe itself.
+    """
     for path, stage in _stages(rule, at):
         for slot in stage.slots((2, 2)).values() if "beta" in type(stage).model_fields else ():
             yield f"{path}.beta", slot.role
@@ -128,11 +134,11 @@ def translated(options: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str
 def superfluous(options: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """Return the options of the authors' SOAP that need no override, because the recipe already does what they ask for.
 
-    The list is empty if the recipe is not SOAP. A negative `shampoo_beta` means that the decay of the factors is
-    `betas[1]`. It needs no override if `betas` or `beta2` is given, because `translated` then sets both decays, or if
-    the recipe has one value for both.
+    The list is empty if the recipe is not SOAP. In the authors' code a negative `shampoo_beta` means that `betas[1]` is
+    the decay of both the second moments and the factor matrices. Such a `shampoo_beta` needs no override in two cases:
+    `betas` or `beta2` is given too, so that `translated` sets both decays, or both decays are equal in the recipe.
 
-    options: all options of the call.
+    options: all options of the call, by name.
     """
     path, stage = _soap_stage(recipe)
     if stage is None:
@@ -146,8 +152,10 @@ def superfluous(options: Mapping[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _factored(recipe: Recipe) -> list[tuple[str, Any]]:
-    """Return (path, stage) of each stage with a statistic. The list is empty if Adam receives the result of the first
-    one as its gradient, as in 4-bit Shampoo.
+    """Return (path, stage) of each stage with a statistic, in the order of the recipe.
+
+    The list is empty if the first of these stages only prepares the gradient of an Adam, as in 4-bit Shampoo. The
+    options of SOAP and of Distributed Shampoo have no certain meaning for such a recipe.
     """
     found = [(path, stage) for path, stage in _stages(recipe) if "statistic" in type(stage).model_fields]
     return [] if found and ".before." in found[0][0] else found
@@ -187,12 +195,17 @@ def _overrides(key: str, options: Mapping[str, Any], recipe: Recipe) -> dict[str
             return _of_shampoo_in_jax(key, options, recipe, path)
         if stage.kind in ("eigenbasis", "shampoo"):
             return _of_shampoo(key, options, recipe, path)
-    # the decay of the statistic may or may not be the one of second moments
+    # `betas` and `beta2` are not translated: it is unknown whether they are also meant for the statistic's decay
     return {} if key in ("betas", "beta2") else meant_overrides(key, options[key], recipe)
 
 
 def _same(fields: Mapping[str, Sequence[str]], key: str, value: Any) -> dict[str, Any]:
-    """Give all fields of an option its value. fields: {option: dotted paths}, where `betas` is `beta1` and `beta2`."""
+    """Return overrides that give the value of an option to all fields with the meaning of this option.
+
+    fields: for each option, the dotted paths of these fields. `betas` is missing, because its two values are those of
+        `beta1` and `beta2`.
+    key: name of the option. The result is empty if `fields` does not have it.
+    """
     if key != "betas":
         return dict.fromkeys(fields.get(key, ()), value)
     pair = isinstance(value, (tuple, list)) and len(value) == 2
@@ -202,7 +215,12 @@ def _same(fields: Mapping[str, Sequence[str]], key: str, value: Any) -> dict[str
 
 
 def _of_soap(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -> dict[str, Any]:
-    """Translate an option of the authors' SOAP. at: path of the stage `eigenbasis`."""
+    """Translate an option of the authors' SOAP into overrides {dotted path: value}; {} without a certain meaning.
+
+    key: name of the option.
+    options: all options of the call, by name. Some options change the meaning of others.
+    at: path of the stage `eigenbasis`.
+    """
     value, whole = options[key], recipe.blocking.size is None
     first, second = ([path for path, role in _decays(recipe) if role == f"{n}_moment"] for n in ("first", "second"))
     inside = [path.removesuffix(".beta") for path in (*first, *second) if path.startswith(f"{at}.inner.")]
@@ -222,7 +240,8 @@ def _of_soap(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -> d
     }
     if key == "merge_dims":
         merge = {"merge": options.get("max_precond_dim", 10000), "merge_from": "first"}
-        # without precondition_1d, merged matrices have a basis and vectors have none, which needs a route
+        # The authors' code merges the axes of tensors, and preconditions vectors only with `precondition_1d`. Without
+        # it, a tensor that becomes a vector has no basis, which only a route can express: there is no override.
         certain = value is True and options.get("precondition_1d") is True and whole
         return {"blocking": merge, f"{at}.statistic.axes.vectors": True} if certain else {}
     found = _same(fields, key, value)
@@ -233,7 +252,12 @@ def _of_soap(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -> d
 
 
 def _of_shampoo(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -> dict[str, Any]:
-    """Translate an option of Distributed Shampoo in PyTorch. at: path of the stage with the factor matrices."""
+    """Translate an option of Distributed Shampoo in PyTorch into overrides; {} without a certain meaning.
+
+    key: name of the option.
+    options: all options of the call, by name. Some options change the meaning of others.
+    at: path of the stage with the factor matrices.
+    """
     value, stages = options[key], dict(_stages(recipe))
     filters = [path for path, stage in stages.items() if stage.kind == "momentum"]
     inside = [path for path, stage in stages.items() if path.startswith(f"{at}.inner.") and stage.kind == "rms"]
@@ -269,7 +293,12 @@ def _of_shampoo(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -
 
 
 def _magnitude(grafting: Any) -> dict[str, Any] | None:
-    """Return the stage for a grafting of Distributed Shampoo; None if no stage of one field is certain."""
+    """Return the declaration of the stage that computes the norms of a grafting of Distributed Shampoo.
+
+    The result is a stage `identity` or `rms`, or None if neither of them certainly computes the same.
+
+    grafting: an object such as `AdamGraftingConfig`.
+    """
     name = type(grafting).__name__
     if name.startswith("SGD"):
         return {"kind": "identity"}
@@ -283,8 +312,12 @@ def _magnitude(grafting: Any) -> dict[str, Any] | None:
 
 
 def _of_shampoo_in_jax(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -> dict[str, Any]:
-    """Translate an option of Distributed Shampoo in JAX, whose options hold for parameters of all routes.
+    """Translate an option of Distributed Shampoo in JAX into overrides; {} without a certain meaning.
 
+    The options apply to all parameters, so that decays are overridden in the recipe's own update and in all routes.
+
+    key: name of the option.
+    options: all options of the call, by name.
     at: path of the stage `shampoo`.
     """
     value, rules = options[key], recipe.rules().items()

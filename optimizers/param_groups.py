@@ -69,7 +69,10 @@ WHOLE_SHARDS = "use torch.distributed.fsdp.fully_shard (FSDP2)"
 
 
 def _other_names(key: str) -> list[str]:
-    """Return the option that other libraries call `key`, as a list, which is empty if there is none."""
+    """Return a list with the option that other libraries call `key`, such as "lr" for "learning_rate".
+
+    The list is empty if `key` is no such name.
+    """
     return [_OTHER_NAMES[key]] if key in _OTHER_NAMES else []
 
 
@@ -153,7 +156,7 @@ class Defaults(dict[str, Any]):
 
 
 def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[str, Any]:
-    """Check a param group. Return it without options that choose torch's implementation, such as `foreach` and `fused`.
+    """Check a param group. Return it without options of torch's optimizers that groups do not keep, such as `foreach`.
 
     recipe: JSON text of the optimizer's recipe.
     follows_peak: True if the recipe depends on the peak of the learning rate, the larger of `max_lr` and `lr`.
@@ -172,7 +175,7 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[
             continue
         if key == "overrides" and "recipe" in group:
             continue
-        # a key that contains a known name, such as weight_decay_mult, is the user's own key and no misspelling
+        # `weight_decay_mult` is no misspelling of `weight_decay`: a key that contains a known name is the user's own
         known = [name for name in _MEANT if name not in key]
         hint = did_you_mean(key, known, 0.75, _other_names(key))
         if hint or key in _elsewhere():
@@ -186,7 +189,8 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[
     if "params" not in group:
         raise ValueError(f"param group: 'params' is missing, got the keys {[*group]}")
     given = group.get("recipe", recipe)
-    # wrappers (SAM) make groups with all arguments of the optimizer that they wrap
+    # Wrappers (SAM) copy all arguments of the optimizer that they wrap into groups. The `recipe` of a group may thus be
+    # a name, with `overrides` in the group. It is accepted if it is the recipe of the optimizer.
     if given != recipe and load_recipe(given, group.get("overrides", ())).to_json() != recipe:
         raise ValueError(
             "param group: 'recipe' cannot differ between groups; an optimizer has one recipe, whose `routes` send "
@@ -212,11 +216,12 @@ def _for_some(key: str, value: Any, recipe: str) -> str:
 
 
 def require_names(group: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if some parameters of an optimizer would have names and others none. Torch refuses this too. The
-    error begins with torch's sentence, and adds the form in which parameters are passed.
+    """Raise ValueError if some parameters of an optimizer would have names and others none. Torch refuses this too.
 
-    group: the param group to add. An iterator in `params` becomes a list.
-    groups: param groups that the optimizer has.
+    The error begins with torch's sentence. It adds how parameters with names, or without, are passed.
+
+    group: the param group to add. If `params` is an iterator, the function replaces it by a list.
+    groups: param groups that the optimizer already has.
     """
     if isinstance(group["params"], Iterator):
         group["params"] = list(group["params"])
@@ -275,7 +280,11 @@ def warn_of_options(groups: Iterable[Mapping[str, Any]], recipe: Recipe) -> None
 
 @cache
 def _elsewhere() -> frozenset[str]:
-    """Return all names that have a meaning in a recipe or in an optimizer of torch, and none in a param group here."""
+    """Return the names of all fields of recipes and of all options of torch's optimizers.
+
+    Apart from `_KEYS`, such as `lr`, a key with one of these names has no effect in a param group here. The keys that
+    wrappers write (`_OF_WRAPPERS`) are left out.
+    """
     classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type)]
     options = [key for cls in classes if issubclass(cls, torch.optim.Optimizer) for key in signature(cls).parameters]
     return (frozenset(options) - _OF_WRAPPERS) | Recipe.model_fields.keys()
@@ -318,7 +327,10 @@ class _Span(NamedTuple):
     tensor: Tensor
 
     def bytes_in(self, memory: Tensor, first: int) -> Tensor:
-        """Return the bytes of the parameter as a view of `memory`, whose first entry stands for address `first`."""
+        """Return a view of the entries of `memory` that represent bytes of the parameter.
+
+        memory: vector with one entry for each byte of memory, from address `first` on.
+        """
         size = self.tensor.element_size()
         steps = [step * size for step in self.tensor.stride()]
         return memory.as_strided((*self.tensor.shape, size), (*steps, 1), self.start - first)
@@ -341,7 +353,10 @@ def require_own_memory(rows: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _span(name: str, tensor: Tensor) -> Iterator[_Span]:
-    """Yield the memory of a parameter. Yield nothing for a tensor without memory of its own or without strides."""
+    """Yield the memory of a parameter, or nothing if it has no memory or no strides, as a meta or nested tensor.
+
+    Raise ValueError for a tensor that cannot be updated in place, such as an expanded one.
+    """
     strided = tensor.layout is torch.strided and not tensor.is_nested
     if not strided or not tensor.numel() or tensor.is_meta or fake_mode(tensor) is not None:
         return

@@ -68,7 +68,7 @@ def _shipped(name: str) -> Recipe:
 def _validated(source: Any) -> Recipe:
     if isinstance(source, str) and source in shipped():
         recipe = _shipped(source).model_copy()
-        # components cannot be changed, but these mappings can
+        # A caller may change these two mappings, unlike components. Copies keep the cached recipe unchanged.
         vars(recipe).update(storage={**recipe.storage}, expect={**recipe.expect})
         return recipe
     raw = raw_recipe(source)
@@ -119,7 +119,10 @@ def _described(source: object) -> str:
 
 
 def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of a mapping, and the fields of its `base` that are not in the mapping."""
+    """Return the fields of a mapping, and the fields of its `base`, changed by its `set`, that it does not have itself.
+
+    folder, derived: as in `raw_recipe`.
+    """
     if source.get("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
         raise RecipeError(
             f"schema: this version of eigengraft reads schema {SCHEMA_VERSION}, got {source['schema']!r}; use the "
@@ -327,7 +330,7 @@ def _place(mark: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _loaded(text: str) -> Any:
-    """Return the data of YAML text, which callers must not change.
+    """Return the data of YAML text. The result is cached, so that callers must copy it before they change it.
 
     Commands read the files of a study several times, and ruamel.yaml takes 100 times as long as a copy of the data.
     """

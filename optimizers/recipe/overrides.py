@@ -181,7 +181,7 @@ def _child(node: Any, part: str) -> Any:
         return None if position is None else node[position]
     if not isinstance(node, dict):
         return None
-    # a single stage may stand where a chain is expected
+    # A declaration may have a single stage in place of a chain. Its name then selects the stage itself.
     return node.get(part, node if "kind" in node and stage_name(node) == part else None)
 
 
@@ -197,12 +197,15 @@ def _position(stages: list[Any], name: str) -> int | None:
 def _missing(node: Any, parts: list[str], where: str) -> str:
     """Return the text of an error about a path that does not exist, because a node has no member `parts[0]`.
 
-    The text suggests the full path below the node that contains all names of `parts` in a row, if there is exactly one.
-    Else it suggests the only path that contains the first name. At the top level, it suggests the first of several such
-    paths. If there is no such path, it suggests the member of the node with the nearest name.
+    The text suggests the first of these paths that exists:
+    1. the only path below the node that contains all names of `parts` in a row,
+    2. the only path below the node that contains `parts[0]`,
+    3. if the node is the whole declaration, the first of several paths that contain `parts[0]`,
+    4. the member of the node whose name is similar to `parts[0]`.
 
-    parts: names of the path, from the missing one on.
-    where: dotted path of the node.
+    node: the mapping, chain or value that was reached.
+    parts: names in the path that were not found, in order.
+    where: dotted path of the node; "" for the whole declaration.
     """
     part = parts[0]
     if isinstance(node, list):
@@ -222,9 +225,11 @@ def _missing(node: Any, parts: list[str], where: str) -> str:
 
 
 def _with_names(paths: Iterable[str], names: list[str], where: str) -> list[str]:
-    """Return the paths that contain some names in a row, cut off after these names. Equal results are returned once.
+    """Return the beginnings of all paths that contain some names in a row, up to the last of the names.
 
-    where: common beginning of all paths, in which the names are not searched.
+    Equal beginnings are returned once.
+
+    where: path with which all paths begin. The names are searched after it.
     """
     wanted, start = f".{'.'.join(names)}.", len(f".{where}") if where else 0
     places = ((path, f".{path}.".find(wanted, start)) for path in paths)
@@ -266,9 +271,9 @@ def differences(old: Any, new: Any) -> list[str]:
 def first_differences(lines: Sequence[str]) -> list[str]:
     """Return the lines of `differences` that an error shows.
 
-    If there are too many lines, only fields that both declarations have are shown, and the other lines are counted.
-    Most of the fields that only one declaration has belong to a part that differs as a whole, such as a stage, and a
-    shown line names this part.
+    If there are too many lines, only lines of fields that both declarations have are shown, and the others are counted.
+    The others say little: if only one declaration has a stage, each field of the stage has a line of its own, while one
+    of the shown lines has the names of all stages in both chains.
     """
     both = [line for line in lines if not re.search("(: absent -> | -> absent$)", line)]
     shown = first_lines(lines)

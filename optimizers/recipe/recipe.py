@@ -342,7 +342,8 @@ class Recipe(UpdateRule):
                     "the length of every update; remove one of the two"
                 )
         matrices = self.view_of(info).matrices
-        # `view_of` returns no matrices for an entry-wise update, but the factors depend on the fan-in of matrices
+        # The factors depend on the fan-in of matrices. For an entry-wise update `view_of` returns the undivided tensor,
+        # so the matrices are computed here. Those of a convolution follow from its module.
         if rule.entrywise():
             convolution = info.facts.convolution is not None and isinstance(rule.view, Batches)
             matrices = (Modules(heads=False) if convolution else rule.view).of(info.shape, info.facts).matrices
@@ -359,9 +360,10 @@ class Recipe(UpdateRule):
         return reached(self.expect, self.rules(), [(info, *self.route(info)) for info in infos] if self.expect else [])
 
     def lacks_total_steps(self) -> str | None:
-        """Return the path of a field or stage that depends on the length of the run, if `total_steps` is not set.
+        """Return the path of the first field or stage that needs `total_steps`, the length of the run, but has none.
 
-        Return None if nothing depends on it, or if it is set.
+        Examples are a schedule by `fraction` and a stage with the signal "step_fraction". Return None if `total_steps`
+        is set, or if no part of the recipe needs it.
         """
         if self.total_steps is not None:
             return None
@@ -483,7 +485,11 @@ class StoredSlot:
 
 @lru_cache(maxsize=4096)
 def _codes(codec: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, Form]:
-    """Return shape and dtype of each code of a slot, by name."""
+    """Return shape and dtype, for one block, of each tensor in which a quantizer stores a slot, by name of the tensor.
+
+    codec: the quantizer.
+    shape, dtype: shape and dtype of the slot before quantization.
+    """
     codes = codec.encode(torch.zeros((1, *shape), dtype=dtype, device="cpu"))
     return {name: (tuple(code.shape[1:]), code.dtype) for name, code in codes.items()}
 

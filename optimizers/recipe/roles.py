@@ -1,9 +1,9 @@
 """Roles of parameters, from the type and sizes of the layer that holds a parameter, else from its name.
 
 Output heads are searched among all layers of a model: by the model's own methods, by names, by sizes, and by position.
-A name counts only where it means an output. For example, a layer `proj` directly in the model is a head, but a layer
-`proj` in a repeated module, such as a transformer block, is not. A layer is no head either if another layer may consume
-its outputs. No role depends on values, wrappers, ranks or devices.
+Many names mean an output only at certain places in the model. For example, a layer `proj` directly in the model is a
+head, but a layer `proj` in a repeated module, such as a transformer block, is not. A layer is no head either if another
+layer may consume its outputs. No role depends on values, wrappers, ranks or devices.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Heads:
     layers: layers in the order of registration.
     rows: numbers of rows of the embeddings.
     structure: facts about the modules; None if only named parameters are known. The parameters may then be a part of a
-        model, so that the last layer is no head by its position alone, and is returned as unclear.
+        model. Therefore the last layer does not become a head by its position, but becomes `unclear`.
     why: for each head, by key, how it was found.
     unclear: the last layer if the evidence does not decide whether it is a head; else None.
     """
@@ -128,7 +128,8 @@ class Heads:
         self.known = structure is not None
         self.places = {layer: place for place, layer in enumerate(self.layers)}
         self.consumers = defaultdict[int, list[Layer]](list)
-        # the first layer of a model is left out: it consumes the inputs of the model, not the outputs of a layer
+        # The first layer is left out if all layers are known: it consumes the inputs of the model, not the outputs of a
+        # layer.
         for layer in self.layers[self.known :]:
             for length in set(layer.inputs):
                 self.consumers[length].append(layer)
@@ -188,7 +189,8 @@ class Heads:
         If the attribute holds a layer, this layer is the head. If it holds a module with several layers, the last of
         them is the head. The head is recorded only if `accepts(layer, index)` returns True for it.
 
-        accepts: function of a layer, and of the index at which `layer.path` has the attribute.
+        layers: the layers that are searched.
+        accepts: function of the head and of an index: `layer.path[index]` is the attribute whose name matches.
         """
         named = dict[Attributes, list[Layer]]()
         for layer in layers:
@@ -208,14 +210,15 @@ class Heads:
         """Return the last layer of a head that may consist of several layers, or None if no layer can be the last.
 
         layers: the layers of the head.
-        depth: length of the head's path.
+        depth: number of attributes in the path of the head. The layers inside have longer paths.
         """
         direct = [layer for layer in layers if len(layer.path) == depth]
         if direct:
             return direct[-1]
         inside = [layer for layer in layers if layer.kind != "other" and not self.repeated(layer)]
         free = [layer for layer in inside if not layer.tied and not self.consumed(layer)]
-        # a tied weight is an embedding here; another layer may be the head only if no layer consumes its outputs
+        # A layer whose weight is tied to an embedding is left out. Beside such a layer, another one may be the head
+        # only if no layer consumes the outputs of this other layer.
         if any(layer.tied for layer in inside):
             inside = free
         final = [layer for layer in free if _is_final(layer.path[depth:]) and not _HIDDEN.intersection(layer.path)]
@@ -233,7 +236,12 @@ class Heads:
         return layer.kind != "other" and free and not _has_number(layer.path[:depth])
 
     def _several(self, layers: Sequence[Layer]) -> None:
-        """Add the last layer of each element of a container of heads, a module with a name such as `heads`."""
+        """Add heads in containers with a name such as `heads`: the last layer of each element of a container.
+
+        In an `nn.Sequential` only the last element has a head.
+
+        layers: the layers that are searched.
+        """
         groups = dict[Attributes, list[Layer]]()
         for layer in layers:
             for depth, attribute in enumerate(layer.path[:-1]):
@@ -277,7 +285,8 @@ class Heads:
         if last.kind == "other" or len({layer.path for layer in self.layers}) < 2:
             return None
         if not self.known:
-            # With an embedding in the model, the head may be tied to it. The head is then no layer of its own.
+            # If the model has an embedding, the head may be tied to it, and is then not among `layers`. The last layer
+            # is therefore not unclear if another layer may consume its outputs.
             tied = bool(self.rows)
             return None if self.consumed(last) and (tied or self.repeated(last)) else last
         ordered = all(
@@ -296,10 +305,10 @@ class Heads:
         """Return True if a layer whose name suggests a head, such as `proj` or `out`, may be a head.
 
         The name must be an attribute of the model, or of a complete model inside it (`_PARTS`). No other layer may
-        consume the outputs of a head. The last layer of the model is exempt from this rule, unless attention layers use
-        its name too (`_ALSO_IN_ATTENTION`).
+        consume the outputs of the layer. This second rule does not hold for the last layer of the model, unless its
+        name is also usual in attention (`_ALSO_IN_ATTENTION`).
 
-        depth: index at which `layer.path` has the attribute.
+        depth: `layer.path[depth]` is the attribute whose name suggests a head.
         """
         inner = layer.path[len(self.root) : depth]
         if depth < len(self.root) or not _PARTS.issuperset(inner) or layer.kind == "other" or self.repeated(layer):
@@ -380,7 +389,10 @@ def _lists(path: Attributes) -> Iterator[tuple[Attributes, Attributes]]:
 
 
 def _common(paths: Sequence[Attributes]) -> Attributes:
-    """Return the path of the innermost module that contains all layers and is not itself a layer."""
+    """Return the path of the innermost module that contains all layers and is not itself a layer.
+
+    paths: paths of the layers.
+    """
     shared = list[str]()
     for attributes in zip(*(path[:-1] for path in paths), strict=False):
         if len(set(attributes)) > 1 or (attributes[0].isdigit() and shared):
@@ -515,7 +527,13 @@ def plain_role(holders: Sequence[Holder], shape: tuple[int, ...]) -> tuple[Param
 
 
 def layer_of(key: int, holder: Holder, shape: tuple[int, ...], tied: bool) -> Layer:
-    """Return the layer of a weight, with its numbers of inputs and outputs from the module, or else from the shape."""
+    """Return the layer of a weight, with its numbers of inputs and outputs from the module, or else from the shape.
+
+    key: `id` of the weight.
+    holder: module and attribute to which the weight belongs.
+    shape: shape of the weight.
+    tied: True if the weight is also that of an embedding.
+    """
     module, path = holder.module, holder.path
     if not holder.is_weight or "parametrizations" in path:
         return Layer(key, (*path, holder.own) if not holder.is_weight else path, "other", shape, 0, tied)
@@ -534,7 +552,11 @@ def layer_of(key: int, holder: Holder, shape: tuple[int, ...], tied: bool) -> La
 
 
 def _sizes(module: nn.Module | None, names: tuple[str, str], stored: tuple[int, int]) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs, from two attributes of a module or else from the shape."""
+    """Return the numbers of inputs and outputs of a layer.
+
+    names: attributes of the module that have these two numbers.
+    stored: the two numbers as the shape of the weight shows them, which are returned if the module lacks an attribute.
+    """
     n, m = (getattr(module, name, None) for name in names)
     return (n, m) if isinstance(n, int) and isinstance(m, int) else stored
 

@@ -217,12 +217,15 @@ class _Described:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Return a 1-tuple with the number of rows of an embedding, or () for any other parameter."""
+        """Return the number of rows, as a tuple (rows,), if the parameter is an embedding; otherwise return ()."""
         table = self.plain is not None and self.plain[0] == "embedding" and self.parameter.ndim == 2
         return tuple(self.parameter.shape[:1]) if table else ()
 
     def layer(self, holder: Holder) -> tuple[Layer, ...]:
-        """Return a 1-tuple with the layer whose weight this parameter is, or () if it is no weight of a layer."""
+        """Return the layer whose weight this parameter is, as a tuple (layer,). Return () if it is no layer's weight.
+
+        holder: one of the modules that hold the parameter.
+        """
         tied = self.plain is not None and self.plain[0] == "embedding" and holder.is_layer
         if self.facts.factor is not None or (self.plain is not None and not tied):
             return ()
