@@ -113,6 +113,9 @@ def local_state(
     """Return this rank's part of a checkpoint's state, by parameter and key. All ranks must call it.
 
     The state must have been checked. A parameter without saved state has an empty mapping.
+
+    values: the state in the checkpoint, by parameter and key.
+    mode: the iterate that the saved parameters hold.
     """
     rank_group = _rank_group(param_set)
     entries = manifest(param_set, mode)

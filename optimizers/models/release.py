@@ -132,7 +132,7 @@ class Release:
     """The release of an optimizer's gradients during backward, as the function `release` makes it."""
 
     def __init__(self, optimizer: Optimizer, parts: int, averaged: bool) -> None:
-        """Prepare to update parameters during backward and to free their gradients. The method `hook` begins it.
+        """Prepare to update parameters during backward. The method `hook` then registers the hooks that update them.
 
         parts: complete gradients are collected until they have 1 / parts of the bytes of all gradients.
         averaged: True if the model averages gradients over ranks after they are complete.

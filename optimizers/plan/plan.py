@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 class Plan:
     """The blocks, state, work and messages of each of R ranks.
 
-    placements: layout and owners of each parameter, by name. If the recipe sets `group_size`, a placement has only the
-        ranks of one group, because all groups are equal.
+    placements: layout and owners of each parameter, by name. If the recipe sets `group_size`, each group of ranks
+        computes the updates of all parameters, and a placement has only the ranks of one group.
     blocks: `[R]`, number of blocks that each rank owns.
     state: `[R]`, bytes of state.
     offloaded: `[R]`, bytes of state in host memory between steps, by location: "cpu" or "disk". Each step copies them
@@ -58,8 +58,8 @@ class Plan:
     traffic: messages of a step by purpose, as `step_traffic` returns them.
     interval: number of steps after which the pattern of refreshes repeats.
     balance: how evenly the work of each step of an interval is divided over ranks.
-    advice: recommended number of refreshes in one step, with which ranks would wait less; None if ranks hardly wait for
-        each other.
+    advice: recommendation to let more refreshes be due in the same step, so that ranks wait less for each other; None
+        if they would wait hardly less.
     """
 
     placements: Mapping[str, ParamPlacement]
@@ -180,7 +180,12 @@ def _layouts(
     mesh: tuple[int, ...],
     parallel: DataParallelKind | Sequence[Placement],
 ) -> list[Layout]:
-    """Return the layout of each parameter. Parameters with equal shapes have the same layout object."""
+    """Return the layout of each parameter. Parameters with equal shapes have the same layout object.
+
+    Raise ValueError if the placement of parameters does not fit the recipe's `distribution`, or a shape.
+
+    mesh, parallel: shape of the device mesh and placement of parameters on it, as `plan` accepts them.
+    """
     placements = _placements(mesh, parallel)
     mode = recipe.distribution.mode
     if mode == "local" or mode == ("replicated" if placements else "sharded"):
@@ -211,7 +216,10 @@ def _layouts(
 
 
 def _placements(mesh: tuple[int, ...], parallel: DataParallelKind | Sequence[Placement]) -> Sequence[Placement]:
-    """Return a placement for each axis of the mesh, or () for "ddp", where parameters are plain tensors."""
+    """Return a placement for each axis of the mesh, or () for "ddp", where parameters are plain tensors.
+
+    Raise ValueError if the mesh does not fit `parallel`.
+    """
     from torch.distributed.tensor import Replicate, Shard
 
     known: Mapping[Any, Sequence[Placement]] = {"ddp": (), "fsdp2": (Shard(0),), "hsdp": (Replicate(), Shard(0))}
@@ -246,8 +254,9 @@ def _stored(
 def _local_bytes(recipe: Recipe, spec: ParamSpec) -> dict[str, NDArray[np.int64]]:
     """Return the bytes of state that each rank stores for its shard of a parameter, `[R]`, by location.
 
-    This state consists of the iterates of an averaging and the slots of constraints, and of the state of the stages if
-    the parameter's blocks have no owners. All other state is stored by the owners of blocks.
+    This state has the iterates of an averaging, the slots of constraints, and the copy of the parameter for the signal
+    "partner_before". If the parameter's blocks have no owners, because each rank updates its own shard, it also has the
+    slots of stages. All other state is stored by the owners of blocks.
     """
     rule, computed, placement = recipe.rules()[spec.path], compute_dtype(spec.dtype), spec.placed
 

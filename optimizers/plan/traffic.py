@@ -101,11 +101,13 @@ def wire(
     block_groups: the blocks that are exchanged.
     rounds: for each round, the indices of the block groups that are sent together.
     layouts: layout of each parameter, by position, all over the same ranks.
-    times: number of tensors that are sent to owners for each block: its gradient, and its parameter if stages read it.
+    times: number of tensors that are sent to the owner of each block. All have the shape of the block: its gradient,
+        and possibly its parameter and signals.
     """
     ranks, replicas = len(layouts[0].boxes), np.array(layouts[0].replicas)
     there, back = Traffic(ranks), Traffic(ranks)
-    # Entries of a block that each of the R ranks holds, `[R]`, by the block's pieces and its parameter's shapes.
+    # The values are `[R]`, the number of entries of a block that each rank holds. The number depends on the block only
+    # by its pieces and by the shapes of its parameter, which are the key. It is computed once for each key.
     holdings = dict[tuple[object, ...], Counts]()
     for groups in rounds:
         own = [block_groups[index] for index in groups]
@@ -119,8 +121,8 @@ def wire(
             if place not in holdings:
                 holdings[place] = holding(layouts[block.position], block.grid)
             entries[block.owner] += holdings[place]
-        # An owner receives gradients from one set of ranks that together hold every entry once (its replica). It sends
-        # updates to all ranks that hold entries of the block.
+        # A replica is a set of ranks that together hold every entry once. An owner receives gradients from the ranks of
+        # its own replica alone, and sends updates to the ranks of all replicas that hold entries of the block.
         for _ in range(times):
             there.add_all_to_all(own[0].gradient_dtype.itemsize * entries.T * (replicas[:, None] == replicas))
         back.add_all_to_all(own[0].update_dtype.itemsize * entries)
@@ -145,7 +147,8 @@ def step_traffic(
     "gradients": bytes sent to the owners of blocks: gradients, parameters if weight decay is added to directions, and
         signals with one value for each entry.
     "updates": bytes sent by the owners of blocks.
-    "agreement": an all-reduce, by which ranks check that they make the same step.
+    "agreement": an all-reduce, by which ranks check that they make the same step. If stages need the root mean squares
+        of sharded parameters, a second all-reduce adds up their squares.
     "synchronization": an all-to-all before that all-reduce, in which ranks compare hashes of their next collective.
         Only gloo needs it.
 
@@ -176,6 +179,9 @@ def add_gathered_parts(found: Traffic, specs: Sequence[ParamSpec], limit: int) -
     """Add the messages of shards that several ranks hold and update entry by entry.
 
     Each of these ranks updates a part of the shard, and sends the part to the others.
+
+    found: the traffic to which the messages are added.
+    limit: largest number of bytes that ranks with the same shard send in one message, in sum.
     """
     dtypes = {position: spec.dtype for position, spec in enumerate(specs)}
     own = {position: spec.placed.layout for position, spec in enumerate(specs) if spec.placed.parts is not None}

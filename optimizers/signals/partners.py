@@ -76,9 +76,9 @@ class PairedParameter:
 
     @property
     def kept(self) -> Tensor:
-        """Return this rank's shard of the parameter, as it was in the partner's last update.
+        """Return this rank's shard of the parameter, as it was when the partner was last updated (`remember`).
 
-        If no earlier shard is stored, return the present shard.
+        If no shard has been stored, return the present shard.
         """
         slots = {} if self.param_set is None else self.param_set.iterates.tensors[self.position]
         return slots[PARTNER_STAGE]["before"] if PARTNER_STAGE in slots else self.value
@@ -107,12 +107,13 @@ class PairedParameter:
 def with_partners(
     asked: Mapping[str, Mapping[str, str]], rows: Iterable[tuple[Tensor, ParamInfo]], steps: ReadySteps
 ) -> ReadySteps:
-    """Return steps in which stages receive the value and the gradient of the other factor of a LoRA pair.
+    """Return the inputs of a step with the partner signals added: values and gradients of the other factor of a pair.
 
     All ranks of the optimizer must call it.
 
     asked: requested signals by path of the update rule, as in `Signals.asked`.
     rows: all parameters of the optimizer with their descriptions.
+    steps: pairs of a parameter set and the inputs of its step, None for a set that makes no step.
     """
     if not any(PARTNER & names.keys() for names in asked.values()):
         return steps
@@ -135,7 +136,11 @@ def with_partners(
 
 
 def _paired(rows: Iterable[tuple[Tensor, ParamInfo]], steps: ReadySteps) -> dict[int | str, PairedParameter]:
-    """Return every parameter as a `PairedParameter`, by `id` and by name."""
+    """Return every parameter as a `PairedParameter`, both by its `id` and by its name.
+
+    rows: all parameters of the optimizer with their descriptions, also frozen ones.
+    steps: pairs of a parameter set and the inputs of its step, None for a set that makes no step.
+    """
     stepped = {id(p): (own, at, step) for own, step in steps for at, p in enumerate(own.parameters)}
     found: dict[int | str, PairedParameter] = {}
     for parameter, info in rows:

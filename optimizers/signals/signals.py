@@ -192,11 +192,15 @@ class SignalCall:
     def fields(self, positions: int, device: torch.device) -> dict[str, Field]:
         """Return the numbers that ranks gather for this signal, in one or two fields, by name of the field.
 
-        The first field says how complete the values are on this rank (`MISSING`, `SOME` or `ALL`). The second one has
-        the values `[1]` or `[P]` if they are numbers, and the sizes `[P]` if they are tensors, such as Gram matrices. A
-        signal with a value for each entry of a parameter has no second field.
+        The first field says how complete the values are on this rank (`MISSING`, `SOME` or `ALL`). The second field
+        depends on the signal:
+        - one number for the whole step: the number, `[1]`.
+        - a number for each parameter: these numbers, `[P]`.
+        - a tensor for each parameter, such as a Gram matrix: the numbers of entries of the tensors, `[P]`.
+        - a value for each entry of a parameter: there is no second field.
 
-        positions: number P of parameters.
+        positions: number P of parameters in the set.
+        device: device on which numbers are returned.
         """
         name, extent = self.signal.name, self.signal.extent
         level = ALL if all(position in self.values for position in self.wanted) else SOME
@@ -219,14 +223,14 @@ class SignalCall:
     def used(self, level: float, sizes: Tensor | None) -> Sequence[int]:
         """Return the positions of the parameters that receive the signal in this step. They are the same on all ranks.
 
-        If all ranks have all values (level `ALL`), every parameter that requests the signal receives it. Otherwise
-        (level `SOME`) only the parameters that require it in this step receive it. There is one exception: if the
-        tensors of the signal have a number for each group of outputs, such as a head, every parameter that requests the
-        signal and has a value on all ranks receives it.
+        If all ranks have all values (`ALL`), every parameter whose update requests the signal receives it. If optional
+        values are missing on some rank (`SOME`), only the parameters that require the signal in this step receive it.
+        Signals with a number for each group of outputs, such as a head, are an exception: every parameter whose update
+        requests the signal receives it, if all ranks have a value for this parameter.
 
-        level: the lowest level of all ranks, `SOME` or `ALL`.
-        sizes: `[R, P]`, size of each parameter's tensor on each rank, 0 if it is missing. None: the signal has no
-            tensors.
+        level: how complete the values are on the rank with the least complete ones, `SOME` or `ALL`.
+        sizes: `[R, P]`, number of entries of each parameter's tensor on each rank, 0 if it is missing. None: the signal
+            has no tensors.
         """
         if self.signal.extent == "outputs" and sizes is not None:
             there = (sizes > 0).all(0).tolist()
@@ -275,9 +279,9 @@ def gather_signals(
 
 
 def _tensors(call: SignalCall, used: Sequence[int], sizes: Tensor | None, ranks: RankGroup | None) -> dict[int, Tensor]:
-    """Return the tensors of a signal by position of the parameter, as their sum or maximum over ranks.
+    """Return the tensors of a signal by position of the parameter, as their sum, mean or maximum over ranks.
 
-    The declaration of the signal says which (`Signal.reduce`). Raise ValueError on all ranks if sizes differ.
+    `Signal.reduce` says which of the three. Raise ValueError on all ranks if ranks have tensors of different sizes.
 
     used: positions of the parameters that receive the signal.
     sizes: `[R, P]`, sizes of the tensors on all ranks; None for signals with a value for each entry, which are not
@@ -318,15 +322,15 @@ OWN = PER_STACK | PARTNER | {"parameter", "step_fraction", "gradient_norm"}
 class Signals:
     """The signals of an optimizer, from `provide` to the step that uses them.
 
-    asking: for each signal that the recipe requests, the path of the first stage or constraint that requests it.
-    asked: for each update rule, by its path, a mapping like `asking` of the signals that this rule requests.
-    somewhere: for each signal that a constraint requires for at least one parameter, the path of the first such
-        constraint.
+    asking: {name of the signal: path of the first stage or constraint that requests it}, for the whole recipe.
+    asked: {path of an update rule: mapping like `asking`, for the signals that this rule requests}.
+    somewhere: {name of the signal: path of the constraint}, for constraints that require a signal for at least one
+        parameter, no matter which.
     paused: True during forwards that only try a step. No signal is collected from them, and `provide` stores no value.
     provided: values for the next step, and functions that return values in every step.
-    open_first: for each signal that is required only in a first step, and was not used yet, the paths of the update
-        rules that require it. A signal leaves this mapping when a parameter of one of these rules has made its first
-        step.
+    open_first: {name of the signal: paths of the update rules that require it}, for signals that are required only in
+        the first step of a parameter. A signal is removed when a step has used a value of it, or when a parameter of
+        one of these rules has made a step.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -377,8 +381,8 @@ class Signals:
     def due(self, name: str, param_sets: Iterable[ParamSet], rows: Iterable[tuple[Tensor, ParamInfo]]) -> set[int]:
         """Return the ids of parameters whose update uses a signal in its next step.
 
-        On an accelerator the host may not know yet whether the last gradient was finite, that is, whether the last step
-        counts. Parameters that use the signal in either case are included.
+        On an accelerator the host may not know yet whether the last step of a parameter was skipped because of its
+        gradient, and so which step is the next. A parameter is included if it uses the signal in one of the two steps.
 
         rows: all parameters of the optimizer with their descriptions, including parameters without state.
         """
@@ -443,10 +447,10 @@ class Signals:
         return [(name, path, name in needed) for name, path in left.items()]
 
     def _follow_first(self, param_sets: Iterable[ParamSet]) -> None:
-        """Remove a signal that is required only in a first step from `open_first` when this step is over.
+        """Remove signals from `open_first` that are not required any more.
 
-        The first step is over when a parameter whose update requires the signal has made a step, in this run or in the
-        run that saved a loaded checkpoint.
+        A signal in `open_first` is required until a parameter whose update requires it has made a step, in this run or
+        in the run that saved a loaded checkpoint.
         """
         if self.open_first:
             rows = [row for own in param_sets for row in zip(own.specs, own.step_counts.tolist(), strict=True)]
@@ -454,10 +458,10 @@ class Signals:
             self.open_first = {name: paths for name, paths in self.open_first.items() if not paths & trained}
 
     def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
-        """Return True if signals must be computed before the first stack of these parameter sets is stepped.
+        """Return True if a step of these parameter sets needs signals that are known before any stack is updated.
 
-        This is so if a stage requests the sum of a slot over all blocks of all parameters. It is also so if any signal
-        is requested that is not computed for each stack while it is stepped (`PER_STACK`).
+        These are sums of a slot over all blocks of all parameters, and all signals except those in `PER_STACK`, which
+        are computed when a stack is updated.
         """
         return not self.asking.keys() <= PER_STACK or any(map(self.totals, param_sets))
 
@@ -471,7 +475,7 @@ class Signals:
     def drop(self) -> None:
         """Drop the values that were provided for the next step.
 
-        The step then counts as made: signals that only the first step requires are not required any more.
+        A signal that had a value and is required only in a first step counts as used, and is not required any more.
         """
         for name in self.provided.clear():
             self.open_first.pop(name, None)
@@ -528,7 +532,10 @@ class Signals:
             )
 
     def totals(self, param_set: ParamSet) -> Mapping[str, str]:
-        """Return the slots whose sums over all blocks and ranks are read by a stage: {key: path of the update rule}."""
+        """Return the slots of which stages read the sum over all blocks and ranks.
+
+        The result is {dotted path of the slot: path of the update rule}.
+        """
         if param_set not in self._totals:
             kinds = {(group.path, group.shape) for group in param_set.block_groups}
             kinds |= {(state.path, state.stack.block) for state in param_set.stack_states}
@@ -544,7 +551,7 @@ class Signals:
         over, the norm of all gradients, and sums of a slot over all parameters.
 
         ready: parameter sets that take the step, with its inputs.
-        taken: number of earlier steps of the run. None: it is counted.
+        taken: number of earlier steps of the run. None: the largest step count of the parameters.
         """
         if ready and "step_fraction" in self.asking:
             assert self.recipe.total_steps is not None
@@ -579,7 +586,10 @@ class Signals:
         return replace(step, signals={**found, **numbers, **lists})
 
     def _call(self, signal: Signal, param_set: ParamSet, step: Step) -> SignalCall:
-        """Return this rank's values of a signal for one step, and the positions of the parameters that request it."""
+        """Return this rank's values of a signal for one step, and the parameters of the set that request it.
+
+        Parameters that the step leaves out, for example because they have no gradient, are left out here too.
+        """
         wanted, needed, values = list[int](), list[int](), dict[int, Tensor]()
         counts = (param_set.update_counts + 1).tolist()
         due = cache(self.needed)  # parameters with one update and one step count require the same signals
@@ -614,9 +624,13 @@ def _error(signal: Signal, where: str, when: str, got: str) -> ValueError:
 
 
 def _by_position(name: str, gathered: Mapping[int, Tensor], param_set: ParamSet) -> list[Tensor | SideMatrix | None]:
-    """Return the values of a signal, which were reduced over ranks, as a list with an item for each parameter.
+    """Return the values of a signal in the form in which stages receive them: a list with an item for each parameter.
 
-    A Gram matrix of a layer's inputs or output gradients becomes a `SideMatrix` of the layer's weight.
+    A Gram matrix of a layer's inputs or output gradients becomes a `SideMatrix` of the layer's weight. Numbers for
+    groups of outputs get a shape that broadcasts to the weight. The item is None for a parameter without a value.
+
+    name: name of the signal.
+    gathered: values by position of the parameter, already reduced over ranks.
     """
     found: list[Tensor | SideMatrix | None] = [None] * len(param_set.specs)
     extent = known_signals()[name].extent
@@ -639,7 +653,10 @@ def _side_matrix(value: Tensor, param_set: ParamSet, at: int, name: str) -> Side
 
 
 def _slot_totals(param_set: ParamSet, keys: Sequence[str]) -> dict[str, Tensor]:
-    """Return the sums of slots over all blocks of a parameter set and all ranks, 0-d float64."""
+    """Return the sum of each slot over all blocks of a parameter set and all ranks, 0-d float64, by path of the slot.
+
+    keys: dotted paths of the slots. All ranks that share the parameters must call this with the same paths.
+    """
     if not keys:
         return {}
     totals = torch.zeros(len(keys), dtype=torch.float64, device=param_set.parameters[0].device)

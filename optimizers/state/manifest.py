@@ -27,9 +27,12 @@ class StateEntry(Entry):
 
 
 def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, StateEntry]]:
-    """Return a record (`StateEntry`: shape, dtype, owner, place) of each state tensor of each parameter, by state key.
+    """Return the `StateEntry` (shape, dtype, owner, location) of each state tensor of each parameter, by state key.
 
     The result is the same on every rank.
+
+    mode: the iterate that the parameters are assumed to hold, because keys depend on it. None: the iterate that they
+        hold now.
     """
     entries: list[dict[str, StateEntry]] = [{} for _ in param_set.parameters]
     for group in param_set.block_groups:
@@ -45,7 +48,8 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, St
                 entries[block.position][key] = StateEntry(*form, block.owner, location)
     for position, (state, parameter) in enumerate(zip(param_set.views(mode), param_set.parameters, strict=True)):
         spec = param_set.specs[position]
-        # a rank whose shard is empty has no block, so `state` lacks the slots that other ranks have
+        # If this rank's shard is empty, it has no block, and `state` lacks slots that other ranks have. They are
+        # therefore described from the recipe.
         if spec.in_place and 0 not in spec.shape:
             assert param_set.rank_group is not None
             shard = spec.placed.updated.boxes[param_set.rank_group.rank]
@@ -65,7 +69,7 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, St
 def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
     """Return True if a state tensor is sharded over ranks as its parameter is.
 
-    tensor: state that belongs to no block: either a number, which every rank stores, or a tensor whose last axes are
-        those of the parameter, such as an averaged iterate.
+    tensor: state that belongs to no block: either a 0-d tensor, such as the step count, which every rank stores, or a
+        tensor whose last axes are those of the parameter, such as an averaged iterate.
     """
     return tensor.ndim > 0 and not param_set.specs[position].placed.updated.replicated

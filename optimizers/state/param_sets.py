@@ -41,7 +41,8 @@ class GroupBatch:
     """Param groups that were added together. They share parameter sets, and their blocks get owners together.
 
     groups: the groups.
-    loads: the load of each rank, from this batch and all earlier ones, for each set of ranks.
+    loads: for each set of ranks that share parameters, the work and the bytes of state of each rank. Blocks of this
+        batch and of all earlier ones are counted.
     sets: the parameter sets. The list is empty until `ParamSets.install`.
     """
 
@@ -137,8 +138,10 @@ class ParamSets:
         """Assign owners and create state for newly added param groups: the groups from `index` on.
 
         They are processed together, as one batch, so that no result depends on the division of parameters into groups.
+        `declare_group` must have registered them.
 
         groups: all param groups.
+        state: the mapping `optimizer.state`, which receives the state of the new parameters.
 
         Raises:
             ValueError: ranks have different recipes or groups (on every rank), or the recipe needs sums over all
@@ -290,7 +293,8 @@ class ParamSets:
         thawed = {id(p) for p in self._shown.missing if p.grad is not None}
         if not thawed:
             return
-        # apply the user's changes of `optimizer.state` now: `install` replaces the record by which they are detected
+        # Apply the user's changes of `optimizer.state` before `install`. They are detected by comparison with a record
+        # of the state, which `install` replaces by a record of the changed state.
         self.follow(state, "train")
         for batch in self.batches:
             if any(id(p) in thawed for p in batch.parameters):
@@ -365,14 +369,20 @@ class ParamSets:
             param_set.finish_refreshes()
 
     def store_spikes(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Store the window of the spike check in the param groups, for a checkpoint."""
+        """Store the window of the spike check in the param groups, so that checkpoints contain it.
+
+        The window has the last losses or gradient norms, with which the next one is compared.
+        """
         if self.spikes is not None:
             text = self.spikes.window.to_text()
             for group in groups:
                 group["spikes"] = text
 
     def read_spikes(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the window of the spike check by the one that a checkpoint has stored in the param groups."""
+        """Replace the window of the spike check by the one that `store_spikes` stored in the groups of a checkpoint.
+
+        groups: param groups after a checkpoint was loaded.
+        """
         if self.spikes is not None:
             self.spikes.window.read(next((group["spikes"] for group in groups if "spikes" in group), None))
 
@@ -386,7 +396,10 @@ class ParamSets:
         self._note_shown(state)
 
     def skipped(self) -> Counter[str]:
-        """Return the number of gradients that were not finite, by name of the parameter."""
+        """Return the number of updates that were skipped because of the gradient, by name of the parameter.
+
+        Such a gradient is not finite, or too large to be squared.
+        """
         self.resolve_deferred()
         return sum((param_set.skipped for param_set in self), Counter())
 
@@ -412,7 +425,7 @@ def require_pairs(recipe: Recipe, spec: ParamSpec) -> None:
 
 
 def inherit_counts(param_sets: Iterable[ParamSet], before: Iterable[ParamSet]) -> None:
-    """Copy the counts of skipped gradients from previous parameter sets into new ones, by name of the parameter."""
+    """Copy the counts of skipped updates from previous parameter sets into new ones, by name of the parameter."""
     counts = {param_set: dict(param_set.skipped) for param_set in before}
     for param_set in param_sets:
         for other, skipped in counts.items():

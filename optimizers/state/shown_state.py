@@ -62,6 +62,9 @@ def visible(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, Ten
     """Return the entries of `optimizer.state`: views of this rank's state, and empty tensors for other ranks' state.
 
     All ranks have the same keys, because torch.distributed.checkpoint requires it.
+
+    mode: the iterate that the parameters are assumed to hold, because keys depend on it. None: the iterate that they
+        hold now.
     """
     views = param_set.views(mode)
     if param_set.rank_group is None:
@@ -295,7 +298,14 @@ def _fault(param_set: ParamSet, key: str, value: Any, target: Tensor) -> str | N
 
 
 def _zero_iterates(param_set: ParamSet, position: int, state: Mapping[str, Tensor], changed: set[str]) -> list[str]:
-    """Return an error message if state that stores weights was set to zero, by which the weights would be lost."""
+    """Return a list with an error message if other code has set state that stores weights to zero; [] if not.
+
+    Such state has averaged iterates or weights of an earlier step, which would be lost. There is no error before the
+    first step, or if the parameter itself is zero.
+
+    state: state of the parameter by key, with the changes.
+    changed: keys with changed values.
+    """
     steps, weights = int(state["step"]), param_set.local[position]
     if not steps or not changed:
         return []
