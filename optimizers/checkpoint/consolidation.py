@@ -96,7 +96,7 @@ def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dic
 
 
 def _rank_groups(optimizer: ComposedOptimizer) -> list[RankGroup]:
-    """Return the groups of ranks that share parameters, each group once."""
+    """Return the groups of ranks that share parameters of the optimizer, each group once."""
     found = (param_set.rank_group for param_set in optimizer.param_sets)
     return list(dict.fromkeys(rank_group for rank_group in found if rank_group is not None))
 

@@ -195,7 +195,7 @@ class StepWatch(Watch):
     """
 
     def __init__(self, inner: Watch | None) -> None:
-        """Prepare to observe the calls of stages, for blocks of one shape and update.
+        """Prepare to measure the stages of one stack during one step.
 
         inner: another observer, such as that of `checked=True`, which receives the same calls; None if there is none.
         """

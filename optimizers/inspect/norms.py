@@ -61,7 +61,10 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _copies(parameter: Tensor, ranks: int) -> int:
-    """Return the number of ranks that hold the same entries of a parameter as this rank."""
+    """Return the number of ranks, including this one, that hold the same entries of a parameter as this rank.
+
+    ranks: number of ranks that share the parameter.
+    """
     if not is_dtensor(parameter):
         return ranks
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)

@@ -144,7 +144,10 @@ class Inspection(Sequence[Measurement]):
 
     @classmethod
     def joined(cls, rows: Iterable[Measurement]) -> Self:
-        """Return a table in which measurements with equal keys, such as those of several ranks, are one row."""
+        """Return a table in which measurements with equal keys, such as those of several ranks, are one row.
+
+        The sums a, b, c of these measurements are added.
+        """
         found: dict[tuple[str, int | None, str, str, str], Measurement] = {}
         for row in rows:
             known = found.get(row.key)

@@ -154,6 +154,7 @@ def _provide(
 
     Return False, without an estimate, if no update requests the signal.
 
+    who: name of the public function, for errors.
     estimate: function of parameters and their names that returns a tensor for each parameter.
     """
     signals = optimizer.param_sets.signals

@@ -58,7 +58,7 @@ class LayerGrams(GradientSums):
                 self._handles.append(module.register_forward_hook(LayerHook(self, path)))
 
     def _is_watched(self, module: nn.Module) -> bool:
-        """Return True if a hook of this layer already collects the same statistic (signal) for the same optimizer."""
+        """Return True if a hook of this layer already collects the same signal for the same optimizer."""
         found = (hook.grams for hook in module._forward_hooks.values() if isinstance(hook, LayerHook))
         return any(g is not None and g.name == self.name and g._optimizer() is self._optimizer() for g in found)
 
