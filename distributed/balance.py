@@ -23,9 +23,10 @@ Held = Mapping[int, int]
 class Item(NamedTuple):
     """The cost of one block for its owner, or of several blocks that must have the same owner.
 
-    constant: work of every step, in any unit.
+    constant: work of every step, in any unit that all items share.
     state: bytes of state.
-    due: pairs (step of the refresh interval, work of the refresh at that step), in the order of the steps.
+    due: pairs (step of the refresh interval, counted from 0; work of the refresh at that step), in the order of the
+        steps.
     """
 
     constant: float
@@ -70,20 +71,29 @@ class Loads:
 
     @property
     def critical_path(self) -> float:
-        """Return the work that takes time: that of the busiest rank at each step, summed over the steps of a refresh
-        interval, because all ranks wait for the busiest one.
+        """Return the work of a refresh interval for the ranks together, in the unit of `constant`.
+
+        All ranks wait for the busiest one in each step. The result is therefore the work of the busiest rank at each
+        step, summed over the steps of a refresh interval.
         """
         return float((self.constant[:, None] + self.refresh).max(0).sum())
 
     def divide(self, fractions: Sequence[float], work: float, state: float) -> None:
-        """Add work and state of a parameter that several ranks update in parts. Rank r gets the part `fractions[r]` of
-        both.
+        """Add the cost of a parameter that several ranks update in parts.
+
+        fractions: `[R]`, the fraction of the parameter that each rank updates.
+        work: work of a step for the whole parameter.
+        state: bytes of state of the whole parameter.
         """
         self.constant += np.array(fractions) * work
         self.state += np.array(fractions) * state
 
     def add(self, item: Item, counts: NDArray[np.int64]) -> None:
-        """Add the work and state of equal items: rank r gets `counts[r]` times those of `item`."""
+        """Add the work and the state of several equal items.
+
+        item: the cost of each of these items.
+        counts: `[R]`, the number of these items that each rank owns.
+        """
         self.constant += counts * item.constant
         self.state += counts * item.state
         for step, refresh in item.due:
@@ -103,7 +113,7 @@ class Balance:
 
     @property
     def efficiency(self) -> float:
-        """The lower bound of the critical path divided by the critical path; 1 if no assignment can be faster."""
+        """The lower bound `least` divided by the critical path. It is 1 if no choice of owners can be faster."""
         return self.least / self.critical_path if self.critical_path else 1.0
 
 
@@ -156,13 +166,15 @@ def assign(items: Sequence[Item], loads: Loads, held: Sequence[Held] = ()) -> li
 
 
 def _deal(item: Item, count: int, loads: Loads, means: tuple[float, float]) -> list[int]:
-    """Return the ranks to which `count` equal items are assigned, one after the other: each to the idlest rank.
+    """Return the rank to which each of `count` equal items is assigned. The items are assigned one after the other.
 
-    These are steps 2 and 3 of `assign`, in which work and bytes of an item, and of a rank, are the entries of a vector.
-    All items have the same vector v. The scalar product of each rank's vector with v is computed once. Each item adds v
-    to the vector of its rank, so the rank's product grows by v . v.
+    These are steps 2 and 3 of `assign`, in which the work and the bytes of an item, and of a rank, are the entries of a
+    vector. All items have the same vector v. An item goes to the rank whose vector has the smallest scalar product with
+    v. The products are computed once. Each item adds v to the vector of its rank, so the rank's product grows by v . v.
 
-    means: mean work and mean bytes of a rank.
+    item: the cost of each of the items.
+    loads: loads of the ranks before these items; not changed.
+    means: mean work and mean bytes of a rank, which are the units of the vectors.
     """
     own, work, before = item.work(loads.interval), means[0], loads.work
     alike, bytes_alike = item.constant * before, item.state * loads.state / means[1] ** 2  # [R]
@@ -216,9 +228,12 @@ def _exchange(ranks: Sequence[int], held: Sequence[Held]) -> list[int]:
 def least_work(work: Sequence[float], carried: NDArray[np.float64]) -> float:
     """Return a lower bound of the work of the busiest rank, however items are assigned.
 
-    It is the largest of three bounds for R ranks: the mean work of all ranks; the largest work that a rank has before
-    any item is assigned; and, maximized over k, the sum of the k + 1 smallest among the k R + 1 largest items. The
-    third is a bound because some rank gets k + 1 of those items.
+    It is the largest of three bounds for R ranks:
+
+    1. The mean work of all ranks.
+    2. The largest work that a rank has before any item is assigned.
+    3. The sum of the k + 1 smallest of the k R + 1 largest items, for the k with the largest sum. One of the R ranks
+       gets at least k + 1 of these k R + 1 items.
 
     work: work of each item.
     carried: `[R]`, work of each rank before any item is assigned.

@@ -46,7 +46,10 @@ the CPU's cache, and the number for a GPU needs little memory."""
 
 
 def pack_fields(fields: Mapping[str, Field], device: torch.device) -> Tensor:
-    """Join fields into one float64 tensor on a device. Numbers of the host take one upload, and tensors one copy."""
+    """Join fields into one float64 tensor `[n]` on a device, in the order of the mapping.
+
+    The numbers of all fields that are on the host are uploaded by one copy.
+    """
     known = {name: values for name, values in fields.items() if not isinstance(values, Tensor)}
     numbers = torch.tensor([x for values in known.values() for x in values], dtype=torch.float64, device=device)
     uploaded = dict(zip(known, torch.split(numbers, [len(values) for values in known.values()]), strict=True))
@@ -54,16 +57,24 @@ def pack_fields(fields: Mapping[str, Field], device: torch.device) -> Tensor:
 
 
 def unpack_fields(packed: Tensor, lengths: Mapping[str, int]) -> dict[str, Tensor]:
-    """Split a tensor of packed fields `[..., n]` into views by name."""
+    """Split a tensor `[..., n]` of packed fields. Return a view `[..., length]` for each field, by name.
+
+    lengths: length of each field by name, in the order in which `pack_fields` has joined the fields.
+    """
     return dict(zip(lengths, torch.split(packed, list(lengths.values()), -1), strict=True))
 
 
 def gather_fields(
     ranks: RankGroup | None, fields: Mapping[str, Field], device: torch.device, what: str
 ) -> dict[str, Tensor]:
-    """Gather named sequences of n numbers from all ranks, as `[R, n]` by name. All ranks call this.
+    """Gather fields from all R ranks. Return for each field of length n the numbers of all ranks, `[R, n]`, by name.
+
+    All ranks call this function, with fields of the same names and lengths.
 
     ranks: the ranks; None: this process is alone, and nothing is sent.
+    fields: the numbers of this rank, by name.
+    device: device of the collective. If `ranks` is None, numbers of the host stay on the host.
+    what: name of the collective in errors.
     """
     if ranks is None:
         cpu = torch.device("cpu")
@@ -85,10 +96,17 @@ class CheckedSums:
     def reduce(
         self, fields: Mapping[str, Field], checks: Sequence[SumCheck], device: torch.device, what: str
     ) -> dict[str, Tensor]:
-        """Return the sum of each field over ranks, by name; all ranks call it.
+        """Return the sum of each field over ranks, by name. The sums include `RANKS`, the number of ranks. All ranks
+        call this method.
 
-        Raises the error of the first check that fails, on all ranks. On a device, the checks of the previous call run
-        here, and the checks of this call in the next one, so that the host does not wait.
+        If a check fails, all ranks raise the error of the first check that fails. On a CPU, the checks run in this
+        call. For sums on a device, they run at the beginning of the next call, so that the host does not wait for the
+        device.
+
+        fields: the numbers of this rank, by name.
+        checks: functions that raise an error if the sums show that ranks do not agree.
+        device: device of the sums.
+        what: name of the collective in errors.
         """
         self._check(LATER)
         self.ranks.synchronize(what, device=device)
@@ -101,7 +119,10 @@ class CheckedSums:
         return unpack_fields(packed, lengths)
 
     def reads_at_once(self, device: torch.device) -> bool:
-        """Return True if the host has the sums without waiting for the device."""
+        """Return True if the checks of sums on this device run in the call of `reduce` that computes the sums.
+
+        This is so on a CPU. On any other device they run in the next call, because the host would have to wait.
+        """
         return device.type == "cpu"
 
     def _check(self, outcome: str) -> None:
@@ -122,9 +143,9 @@ class SameNumbers:
     remedy: end of the error message.
     entries: names of the n entries of each tensor in `numbers`. (): `numbers` has one number for each name.
     tolerance: allowed standard deviation over ranks, in units of the mean; 0: all bits must be equal.
-    absent: "" if all ranks have all numbers. Otherwise the name of a field that the caller adds to the sums: 1 for each
-        number that its rank does not have, and 0 for each number that it has. A rank sets a number that it does not
-        have to 0 in `numbers`. The number is then compared between the other ranks only.
+    absent: "" if all ranks have all numbers. Otherwise the name of another field `[n]`, which the caller sums over
+        ranks, too. On each rank it is 1 for a number that the rank lacks, and 0 for a number that it has. A rank sets a
+        number that it lacks to 0 in `numbers`. Such a number is compared between the other ranks only.
     """
 
     subject: str
@@ -135,11 +156,11 @@ class SameNumbers:
     absent: str = ""
 
     def fields(self) -> dict[str, Field]:
-        """Return for each number, by its name, a sequence `[2 n]` to sum over ranks: n values, then their n squares.
+        """Return the fields that the caller must sum over ranks before `check`, by name of the number.
 
-        If the sum of squares fits the square of the sum, all ranks have the same values. With a tolerance the values
-        are the n entries of a tensor. Without one they are the bits of the number, as four 16-bit integers, whose sums
-        are exact.
+        A field `[2 n]` has n values, then their n squares. The sums of a value and of its square show if all ranks have
+        the same value. With a tolerance, the values are the n entries of a tensor. Without one, they are the bits of a
+        number, as four 16-bit integers, whose sums are exact.
         """
         return {
             name: torch.cat([x, x.square()]) if isinstance(x, Tensor) and self.tolerance else split_bits(x)
@@ -150,10 +171,10 @@ class SameNumbers:
         """Raise DistributedError, on all ranks, if a number differs between ranks. All ranks call this method.
 
         A number x counts as equal if R sum(x^2) - sum(x)^2 <= (tolerance sum(x))^2. The sums are over the R ranks that
-        have it.
+        have the number.
 
-        sums: sums over ranks, by name: of the sequences that `fields` returns, of the number 1 as `RANKS`, and of the
-            field that `absent` names.
+        sums: sums over ranks, by name: those of the fields that `fields` returns, the number of ranks under the name
+            `RANKS`, and the sum of the field that `absent` names.
         outcome: text for the error message about the consequence for the step, such as "nothing was changed".
         """
         count = sums[RANKS] - sums[self.absent] if self.absent else sums[RANKS]
@@ -177,9 +198,9 @@ class SameNumbers:
 
 
 def split_bits(x: float | Tensor) -> Field:
-    """Return a number in float64 as four integers of 16 bits, and their squares.
+    """Return eight numbers: the bits of x in float64 as four integers of 16 bits, then the squares of these integers.
 
-    For a tensor on a device, the result is on that device.
+    If x is a tensor on a device, the result is a tensor `[8]` on that device; otherwise it is a list. -0 counts as 0.
     """
     if isinstance(x, Tensor) and x.device.type != "cpu":
         found = ((x.detach().to(torch.float64).reshape(1) + 0.0).view(torch.int16).to(torch.int32) & 0xFFFF).double()
@@ -189,12 +210,12 @@ def split_bits(x: float | Tensor) -> Field:
 
 
 def deviates(sums: Tensor, ranks: Tensor, tolerance: float = 0.0) -> Tensor:
-    """Return `[..., n]`, True for each number that differs between ranks.
+    """Return bool `[..., n]`, True for each number that differs between ranks.
 
     The result is False for a number that is infinite or nan on any rank: it counts as equal.
 
-    sums: `[..., 2 n]`, n numbers and their n squares, summed over ranks.
-    ranks: number of ranks that have each number.
+    sums: `[..., 2 n]`, sums over ranks: of n numbers, then of their n squares.
+    ranks: number of ranks that have each number, in a shape that broadcasts against the result.
     tolerance: allowed standard deviation over ranks, in units of the mean.
     """
     total, squares = sums.chunk(2, -1)
@@ -202,9 +223,13 @@ def deviates(sums: Tensor, ranks: Tensor, tolerance: float = 0.0) -> Tensor:
 
 
 def gather_differences(ranks: RankGroup, values: Mapping[Name, Hashable], what: str) -> dict[Name, dict[int, Hashable]]:
-    """Gather named values from all ranks, and return those that differ between ranks, by name and rank.
+    """Gather named values from all ranks, and return those that differ between ranks: {name: {rank: value}}.
 
-    All ranks call it. A rank may lack a name. Then only the values of the ranks that have the name are compared.
+    All ranks call this function. A rank may lack a name. Then only the values of the ranks that have the name are
+    compared.
+
+    values: the values of this rank, by name.
+    what: name of the collective in errors.
     """
     found: dict[Name, dict[int, Hashable]] = {}
     for rank, own in enumerate(ranks.all_gather_object(values, what)):
@@ -214,7 +239,9 @@ def gather_differences(ranks: RankGroup, values: Mapping[Name, Hashable], what: 
 
 
 def by_value(values: Mapping[int, Hashable]) -> str:
-    """Return a text that lists each value with the ranks that have it.
+    """Return a text that lists each value with the ranks that have it, such as "a on ranks 0, 2, b on rank 1".
+
+    At most four values are listed.
 
     values: the value of each rank, by rank.
     """
@@ -227,12 +254,17 @@ def by_value(values: Mapping[int, Hashable]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return the names of ranks for an error message."""
+    """Return the numbers of ranks as text for an error message, such as "rank 3" or "ranks 0, 3". At most eight are
+    listed.
+    """
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {name_some([*map(str, ranks)], 8)}"
 
 
 def as_integers(x: Tensor) -> Tensor:
-    """Return the bits of the entries of a tensor as integers, `[n]`. Two nans can be equal, and 0 differs from -0."""
+    """Return the bits of the n entries of a tensor as integers `[n]`.
+
+    Compared as integers, two nans can be equal, and 0 differs from -0.
+    """
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return x.contiguous().view(-1).view(widths.get(x.element_size(), torch.int64))
 

@@ -36,10 +36,10 @@ parameter, such as its gradient, or None if the parameter has no such tensor."""
 class PlacedBlock:
     """One block and the rank that owns it.
 
-    position: position of the block's parameter.
+    position: position of the block's parameter among the parameters that the ranks share.
     grid: the place of the block in its parameter, as a grid that contains only this block.
     owner: rank that holds the block's state and computes its update.
-    row: index of the block among the blocks of its group that the owner updates together, as one tensor.
+    row: index of the block in the owner's stack, which has those blocks of the group that the owner updates together.
     """
 
     position: int
@@ -116,14 +116,14 @@ class Transfer:
 
     @cached_property
     def view(self) -> EntryView:
-        """Function of this rank's shard that returns the entries of this transfer as a view."""
+        """A function that accepts this rank's shard of a tensor and returns a view of the entries of this transfer."""
         return _whole if self.whole else itemgetter(self.region.box.within(self.held))
 
 
 class Message:
-    """Entries that are sent to all ranks, or received from all ranks, in the order of the ranks.
+    """Entries that this rank sends to all ranks, or receives from all ranks, in the order of the ranks.
 
-    transfers: the entries, as sets that are each a part of one block.
+    transfers: all entries of the message, in order. Each item is a set of entries of one block.
     lengths: for each rank, the number of entries that are sent to it or received from it.
     """
 
@@ -142,7 +142,10 @@ class Message:
         return [piece.view(transfer.shape) for transfer, piece in zip(self.transfers, pieces, strict=True)]
 
     def empty(self, dtype: torch.dtype, device: torch.device, zero: bool = False) -> Tensor:
-        """Return an uninitialized message `[n]`, or a message of zeros."""
+        """Return a tensor `[n]` for the n entries of this message.
+
+        zero: True: all entries are 0. False: the entries are uninitialized.
+        """
         return (torch.zeros if zero else torch.empty)(sum(self.lengths), dtype=dtype, device=device)
 
     def in_stacks(self, stacks: Mapping[int, Tensor]) -> list[Tensor]:
@@ -155,16 +158,18 @@ class Message:
 
 @dataclass
 class Round:
-    """Messages that are sent together, by one collective: gradients to the owners of blocks, and updates back.
+    """Messages that are sent together, by one collective in each direction: gradients to the owners of blocks, and
+    updates back.
 
     A transfer is a set of entries that one rank holds and one rank (the owner of their block) updates.
 
     groups: indices of the block groups whose entries are sent.
-    held: entries that this rank holds: it receives their updates, in the order of the owners that send them.
+    held: entries that this rank holds, in the order of their owners. This rank receives their updates from the owners.
     sent: those entries of `held` whose gradients this rank sends to the owners. If several ranks hold the same entries,
-        only the one in the same copy of the model as the owner sends them.
-    owned: entries of blocks that this rank owns: it sends their updates, in the order of the ranks that receive them.
-        If all parameters are replicated, all ranks receive the same, and only the transfers to this rank are listed.
+        only the rank in the same copy of the model as the owner sends them.
+    owned: entries of blocks that this rank owns, in the order of the ranks that hold the entries. This rank sends their
+        updates to these ranks. If all parameters are replicated, all ranks receive the same entries, and only the
+        transfers to this rank are listed.
     received: those entries of `owned` whose gradients this rank receives.
     """
 
@@ -211,7 +216,7 @@ class CommPlan:
 
     @cached_property
     def round_of(self) -> dict[int, int]:
-        """Mapping from the index of a block group to the index of the round in which the group is sent."""
+        """For each block group, by its index, the index of the round in which the group is sent."""
         return {group: index for index, own in enumerate(self.rounds) for group in own.groups}
 
     def _round(self, groups: list[int]) -> Round:
@@ -280,9 +285,14 @@ Arrived = Sequence[tuple[Transfer, Tensor]]
 
 
 def assemble(assembly: Assembly, arrived: Arrived, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Add received updates. Return the updates of those parameters for which they are now complete, by position.
+    """Add received updates to the updates that are being assembled. Return the updates that are now complete, by
+    position of the parameter.
 
-    parameters: this rank's shard of each parameter.
+    An update is complete if it has all entries that this rank holds of the parameter.
+
+    assembly: the updates of which only some entries were received. It is changed.
+    arrived: the received entries.
+    parameters: this rank's shard of each parameter, by position.
     """
     complete, targets, sources = dict[int, Tensor](), list[Tensor](), list[Tensor]()
     for own, values in arrived:
@@ -297,9 +307,10 @@ def assemble(assembly: Assembly, arrived: Arrived, parameters: Sequence[Tensor])
 
 
 def reading(tensors: Sequence[Tensor | None] | Mapping[int, Tensor | None]) -> Source:
-    """Return a `Source` that reads entries of the given tensors.
+    """Return a `Source`, a function that `pack_shards` calls to read entries, for the given tensors.
 
-    tensors: the tensor of each parameter, by position; None: the parameter has no tensor.
+    tensors: this rank's shard of a tensor for each parameter, such as its gradient, by position. None: the parameter
+        has no such tensor.
     """
     return lambda position, view: None if (own := tensors[position]) is None else view(own)
 
@@ -311,12 +322,14 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def pack_shards(plan: CommPlan, index: int, source: Source) -> Tensor:
-    """Copy this rank's entries of the blocks that are sent together (a `Round`) into one message, `[n]`, ordered by
-    owner.
+    """Return one message `[n]` with this rank's entries of the blocks of a round, in the order of the owners of the
+    blocks.
 
-    For a parameter for which `source` returns None, the message contains zeros.
+    A round is a set of block groups whose messages are sent together.
 
     index: index of the round.
+    source: function that reads entries of this rank's shards. For a parameter for which it returns None, the message
+        contains zeros.
     """
     own = plan.rounds[index]
     first, found = plan.block_groups[own.groups[0]], [source(x.position, x.view) for x in own.sent.transfers]

@@ -20,8 +20,8 @@ class CommStep:
     """Messages of one step. Every rank calls `gather` and `deliver` for its block groups, in order, and then `close`.
 
     Legend: a round is a set of block groups whose messages are sent together (`comm_plan.Round`). G_k is the message of
-    round k to owners of blocks, with gradients and other tensors. U_k is the message of round k with the updates that
-    owners return.
+        round k to owners of blocks, with gradients and other tensors. U_k is the message of round k with the updates
+        that owners return.
 
     All ranks start the collectives in one order, G_0 G_1 U_0 G_2 U_1 G_3 ... Messages are communicated while blocks are
     computed. Only a few rounds need memory at a time.
@@ -30,14 +30,14 @@ class CommStep:
     first.
 
     If all parameters are replicated, there are no messages G, because every rank has all gradients. Up to IN_FLIGHT
-    messages U are under way, and a rank computes the next blocks in the meantime. It waits for a message only if it has
-    many updates that are not yet sent: they belong to more than IN_FLIGHT block groups, and have more bytes than
+    messages U are under way, and a rank computes the next blocks in the meantime. A rank waits for a message only if it
+    has many updates that are not yet sent: they belong to more than IN_FLIGHT block groups, and have more bytes than
     IN_FLIGHT rounds of the largest size.
 
-    sources: tensors that are sent to owners, by name; {} if all parameters are replicated, because every rank then
-        holds the full tensors.
+    sources: by name of the message, a function that reads the entries to send to owners, such as those of gradients. {}
+        if all parameters are replicated, because every rank then holds the full tensors.
     receive: function that is called with the updates of a round when these have arrived. It must not keep the tensors.
-    begun: messages to owners that are already under way, by name and index of the round.
+    begun: messages to owners that are already under way, by (name of the message, index of the round).
     """
 
     def __init__(
@@ -58,14 +58,24 @@ class CommStep:
             self._send(index)
 
     def _send(self, index: int) -> None:
-        """Start to send this rank's shards of a round to the owners of blocks, unless they are already under way."""
+        """Start to send this rank's shards of a round to the owners of blocks, unless they are already under way.
+
+        index: index of the round. Nothing is sent if there is no such round.
+        """
         for name, source in self.sources.items() if index < len(self.comm_plan.rounds) else ():
             if (name, index) not in self._arriving:
                 message = pack_shards(self.comm_plan, index, source)
                 self._arriving[name, index] = send_shards(self.comm_plan, index, name, message)
 
     def gather(self, group: int, source: str) -> Tensor:
-        """Return this rank's blocks of a block group, `[n, *block]`, assembled from the shards of all ranks."""
+        """Return those blocks of a block group that this rank owns, `[n, *block]`, assembled from the shards of all
+        ranks.
+
+        The host waits until the message with these entries has arrived.
+
+        group: index of the block group.
+        source: name of the tensors in `sources`, such as the gradients.
+        """
         if (source, group) not in self._arrived:
             index = self.comm_plan.round_of[group]
             own, data = self.comm_plan.rounds[index], self._arriving.pop((source, index)).wait()
@@ -75,10 +85,12 @@ class CommStep:
         return self._arrived[source, group]
 
     def deliver(self, group: int, rows: Tensor | None, directions: Tensor) -> None:
-        """Accept the computed directions of some of this rank's blocks of a block group. They are sent once all groups
-        of the same message are complete.
+        """Accept the computed directions of some of this rank's blocks of a block group. `advance` sends them with
+        their round.
 
+        group: index of the block group.
         rows: indices of these blocks among this rank's blocks of the group; None: all of this rank's blocks.
+        directions: `[n, *block]`, the directions of these n blocks.
         """
         if rows is None:
             self._delivered[group] = directions

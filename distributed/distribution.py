@@ -85,10 +85,14 @@ class Distribution(Component):
         return max(1, self.bucket // 10)
 
     def measured(self, block: tuple[int, ...], counted: float) -> float:
-        """Return the work of one step of a block: the time measured for its shape, else the counted operations.
+        """Return the work of one step of a block: milliseconds if the field `work` has any times, else the number of
+        operations.
 
-        If times of some shapes were measured, the operations of all other shapes are converted to milliseconds, at
-        10^8 operations per millisecond.
+        For a block whose shape has no measured time, the counted operations are converted to milliseconds, at 10^8
+        operations per millisecond.
+
+        block: shape of the block.
+        counted: counted operations of a step of the block.
         """
         if not self.work:
             return counted

@@ -88,7 +88,7 @@ class BackwardGather:
         self._writes, self._expected = [0] * len(parameters), [1] * len(parameters)
         self._messages: list[Tensor] = []
         self._works: list[Work[Tensor]] = []
-        # The next message needs the gradients at `_positions[self._next]`; the first `_complete` of these are complete.
+        # The next message needs the gradients at `_positions[self._next]`; the first `_complete` of them are complete.
         self._complete = 0
         self._late = 0
         self._watched: dict[int, RemovableHandle] = {}
@@ -103,7 +103,8 @@ class BackwardGather:
                 self._watched[position] = handle
 
     def close(self) -> None:
-        """Remove the hooks, finish the communication that backward has begun, and give the process group back.
+        """Remove the hooks, finish the communication that backward has begun, and give the process group back, so that
+        a later `RankGroup.duplicate` can use it.
 
         All ranks call this method when they make other parameter sets. This object is not used afterwards.
         """
@@ -117,7 +118,10 @@ class BackwardGather:
         self._rank_group.give_back()
 
     def note(self, position: int) -> None:
-        """Record that backward has written a gradient. Send each message (`Round`) whose gradients are now complete."""
+        """Record that backward has written a gradient. Send each message (`Round`) whose gradients are now complete.
+
+        position: position of the gradient's parameter.
+        """
         self._writes[position] += 1
         while self._next < len(self.comm_plan.rounds):
             positions = self._positions[self._next]
@@ -138,7 +142,13 @@ class BackwardGather:
         return self._writes[position] >= self._expected[position] and self._held(position) is not None
 
     def _held(self, position: int) -> Tensor | None:
-        """Return this rank's local tensor of a gradient; None if its layout is not that of the parameter."""
+        """Return this rank's local tensor of a gradient.
+
+        The result is None if there is no gradient, or if its layout (plain tensor, or mesh and placements) is not that
+        of the parameter.
+
+        position: position of the gradient's parameter.
+        """
         parameter, gradient = self.parameters[position], self.parameters[position].grad
         if is_dtensor(gradient) and is_dtensor(parameter):
             alike = (gradient.device_mesh, gradient.placements) == (parameter.device_mesh, parameter.placements)
@@ -146,8 +156,10 @@ class BackwardGather:
         return None if is_dtensor(gradient) or is_dtensor(parameter) else gradient
 
     def _hold(self, index: int) -> dict[int, Tensor | None]:
-        """Return, by position, this rank's local tensor of each gradient of a round. None: there is no gradient, or its
-        layout is not that of the parameter.
+        """Return this rank's local tensor of each gradient of a round, by position of the parameter. None: there is no
+        gradient, or its layout is not that of the parameter.
+
+        index: index of the round.
         """
         return {position: self._held(position) for position in self._positions[index]}
 
@@ -160,10 +172,12 @@ class BackwardGather:
 
     @torch.no_grad()
     def report(self, device: torch.device) -> dict[str, Field]:
-        """Return two lists `[n]` for the n messages (`Round`) of a step, with 1 for true and 0 for false, by name.
+        """Return two fields `[n]` by name, which have a 1 (true) or a 0 (false) for each of the n rounds of a step.
 
-        BEGUN: this rank has begun to send the message.
+        BEGUN: this rank has begun to send the message of the round.
         CHANGED: the message that this rank has sent differs from the present gradients.
+
+        device: device of the field CHANGED.
         """
         begun, rounds = self._next, len(self.comm_plan.rounds)
         changed = torch.zeros(rounds, dtype=torch.float64, device=device)
@@ -205,7 +219,7 @@ class BackwardGather:
 def differ(message: Tensor, now: Tensor) -> Tensor | bool:
     """Return True if two messages of equal length and dtype differ in any bit.
 
-    On a device the result is a 0-d tensor, so that the host does not wait.
+    On a device the result is a 0-d bool tensor, so that the host does not wait.
     """
     one, other = as_integers(message), as_integers(now)
     if one.device.type == "cpu":

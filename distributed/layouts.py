@@ -44,8 +44,8 @@ class Layout:
     boxes: `[R]`, entries that each rank holds; a box may be empty.
     replicas: `[R]`, index of the replica to which each rank belongs. The ranks of one replica together hold every entry
         exactly once.
-    parts: layout in which ranks that hold the same entries each have a part of these entries, which may be empty. None
-        if the parameter is 0-d or has no entries, or if no entry is held twice.
+    parts: a second layout, in which no entry is held twice. It divides entries that several ranks hold among these
+        ranks; a rank's part may be empty. None if the parameter is 0-d or has no entries, or if no entry is held twice.
     """
 
     shape: tuple[int, ...]
@@ -105,9 +105,9 @@ class Layout:
         return cls(shape, tuple(boxes), tuple(replicas), parts)
 
     def reordered(self, order: Sequence[int]) -> Layout:
-        """Return the layout with the ranks in another order.
+        """Return the layout of the same parameter with the ranks in another order.
 
-        order: for each rank of the new layout, the rank of this layout that holds the same entries.
+        order: `[R]`; rank r of the new layout holds the entries that rank `order[r]` of this layout holds.
         """
         boxes, replicas = [self.boxes[i] for i in order], [self.replicas[i] for i in order]
         parts = self.parts if self.parts is None or self.replicated else self.parts.reordered(order)
@@ -143,9 +143,11 @@ class Layout:
         return [same[box] for box in self.boxes]
 
     def gather(self, mine: Tensor, ranks: RankGroup, what: str) -> Tensor:
-        """Gather a tensor whose last axes are sharded in this layout. All ranks must call it.
+        """Return the full tensor, gathered from the shards of all ranks. All ranks must call this method.
 
-        mine: this rank's shard.
+        mine: this rank's shard, `[..., *shard]`. Its last axes are sharded in this layout; axes before them are not
+            sharded.
+        ranks: the R ranks of this layout.
         what: name of the collective in errors.
         """
         lead = tuple(mine.shape[: mine.ndim - len(self.shape)])
@@ -162,10 +164,15 @@ class Layout:
 def divided(
     shape: tuple[int, ...], mesh: tuple[int, ...], placements: Sequence[Placement]
 ) -> tuple[Placement, ...] | None:
-    """Return placements in which ranks with copies of a tensor each hold a different part of it.
+    """Return placements in which ranks that hold the same entries of a tensor each hold a different part of them.
 
-    Mesh axes that replicate the tensor cut a free axis instead: the first axis of the tensor that no mesh axis cuts and
-    that is at least as long as the number of copies. Returns None if there are no copies or no free axis.
+    The mesh axes that replicate the tensor cut an axis of the tensor in the new placements. This is the first axis that
+    no mesh axis cuts yet and that is at least as long as the number of copies. Returns None if there are no copies or
+    no such axis.
+
+    shape: shape of the full tensor.
+    mesh: shape of the device mesh.
+    placements: placement along each axis of the mesh.
     """
     copies = math.prod(length for length, placement in zip(mesh, placements, strict=True) if placement.is_replicate())
     used = {getattr(placement, "dim", None) for placement in placements}
@@ -207,10 +214,11 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 def _cut(box: Box, cuts: Sequence[tuple[int | None, int, int]]) -> Box:
-    """Return the part of a box that a rank has if each cut divides the box as torch.chunk does.
+    """Return the part of a box that one rank holds, if each mesh axis divides the box among its ranks as torch.chunk
+    does.
 
-    cuts: (axis of the tensor, length of the mesh axis, this rank's index along it) for each mesh axis, in the order in
-        which the mesh axes cut. The first number is None if the mesh axis does not cut the tensor.
+    cuts: (axis of the tensor, length of the mesh axis, the rank's index along the mesh axis) for each mesh axis, in the
+        order in which the mesh axes cut. The first number is None if the mesh axis does not cut the tensor.
     """
     start, stop = list(box.start), list(box.stop)
     for axis, ranks, rank in cuts:
@@ -261,9 +269,11 @@ def local_gradients(
 
 
 def _needs_redistribution(name: str, parameter: Tensor) -> bool:
-    """Return True if the placements of a gradient differ from its parameter's.
+    """Return True if a parameter's gradient is a DTensor whose placements differ from those of the parameter.
 
     Raises ValueError if the gradient cannot be redistributed to the placements of the parameter.
+
+    name: name of the parameter, for the error.
     """
     gradient = parameter.grad
     if gradient is None or not (is_dtensor(gradient) or is_dtensor(parameter)):
@@ -285,10 +295,10 @@ Counts = NDArray[np.int64]
 
 
 class Stride(NamedTuple):
-    """How the indices of two entries in a block differ, if the entries are neighbors along one axis of the parameter.
+    """The step in a block between two entries that are neighbors along one axis of the parameter.
 
-    axis: axis of the block along which the two indices differ.
-    places: the difference.
+    axis: axis of the block along which the two entries are apart.
+    places: difference of their indices along this axis of the block.
     """
 
     axis: int
@@ -301,8 +311,7 @@ class Region:
 
     box: the entries as a box in the parameter.
     corner: index in the block of the first entry of the region.
-    strides: for each axis of the parameter, the distance in the block between entries that are neighbors along this
-        axis.
+    strides: for each axis of the parameter, the step in the block between entries that are neighbors along this axis.
     """
 
     box: Box
@@ -324,10 +333,10 @@ class _Run(NamedTuple):
     Each box of the parameter is a product of runs. Axes that were merged into one axis have one run together, and an
     axis that was divided has one run.
 
-    start, stop: range of the run along these axes of the parameter.
-    moves: by axis of the merged shape, distance from the first entry of the piece of a block to the first entry of the
-        run.
-    strides: for each of these axes of the parameter, the distance in the block between neighbors along the axis.
+    start, stop: first index, and index after the last one, along each of these axes of the parameter.
+    moves: for axes of the merged shape, by axis, the distance from the first entry of the piece of the block to the
+        first entry of the run.
+    strides: for each of these axes of the parameter, the step in the block between neighbors along the axis.
     """
 
     start: Numbers
@@ -337,9 +346,10 @@ class _Run(NamedTuple):
 
 
 def regions(shape: tuple[int, ...], block: BlockGrid, held: Box) -> Iterator[Region]:
-    """Yield the regions that a block and a rank's box have in common, in a fixed order.
+    """Yield the regions that a block and a rank's shard of the parameter have in common, in a fixed order.
 
     shape: shape of the parameter.
+    block: the block, as a grid that contains only this block.
     held: the entries of the parameter that the rank holds.
     """
     pairs = list(axis_pairs(shape, block.merged))
@@ -354,7 +364,11 @@ def regions(shape: tuple[int, ...], block: BlockGrid, held: Box) -> Iterator[Reg
 
 
 def holding(layout: Layout, block: BlockGrid) -> Counts:
-    """Return the number of entries of a block that each rank holds, `[R]`."""
+    """Return the number of entries of a block that each of the R ranks holds, `[R]`.
+
+    layout: layout of the block's parameter.
+    block: the block, as a grid that contains only this block.
+    """
     start = np.array([box.start for box in layout.boxes]).reshape(len(layout.boxes), -1)  # [R, axes]
     stop = np.array([box.stop for box in layout.boxes]).reshape(len(layout.boxes), -1)
     found = np.zeros(len(layout.boxes), dtype=np.int64)
@@ -365,13 +379,15 @@ def holding(layout: Layout, block: BlockGrid) -> Counts:
 
 
 def _region(box: Box, outer: Box, piece: Piece, runs: tuple[_Run, ...], strides: Mapping[int, Stride]) -> Region:
-    """Return the `Region` of the entries in `box`: where they are in the parameter, and where they are in the block.
+    """Return the `Region` of the entries in `box`: their box in the parameter, and their place in the block.
 
-    box: box of the parameter that is contained in `outer`.
-    outer: box of the parameter, the product of the ranges in `runs`. All of its entries are in `piece`.
-    piece: a box of the block.
+    box: the entries, as a box of the parameter. It is a part of `outer`.
+    outer: the box of the parameter whose range along each group of axes is one of `runs`. All of its entries are in
+        `piece`.
+    piece: the piece of the block, a box both in the block and in the merged shape.
     runs: ranges along the axes of the parameter (`_Run`), in the order of the axes.
-    strides: distance in the block between neighbors along each axis of the merged shape, as `_strides` returns it.
+    strides: for each axis of the merged shape, the step in the block between neighbors along it, as `_strides` returns
+        it.
     """
     own, corner = sum((run.strides for run in runs), ()), list(piece.offset)
     moves = [(strides.get(axis, ALONE), distance) for run in runs for axis, distance in run.moves.items()]
@@ -386,10 +402,12 @@ ALONE = Stride(0, 0)
 
 
 def _strides(block: BlockGrid, piece: Piece) -> dict[int, Stride]:
-    """Return for each axis of the merged shape the distance in the block between two entries that are neighbors along
-    this axis.
+    """Return for each axis of the merged shape the step in the block between two entries that are neighbors along this
+    axis.
 
-    piece: a box in the merged shape of the parameter. Several of its axes may be flattened into one axis of the block.
+    block: the block, as a grid that contains only this block.
+    piece: the piece of the block in which the entries are, a box in the merged shape of the parameter. Several of its
+        axes may be flattened into one axis of the block.
     """
     found = {}
     for axis, joined in enumerate(block.joined):
@@ -405,14 +423,16 @@ def _runs(
 ) -> Iterator[_Run]:
     """Yield the ranges (`_Run`) that a piece of a block covers along a group of consecutive axes of the parameter.
 
-    Blocks are cut from the parameter in its merged shape. A group of axes is either merged into one axis of this shape,
-    or consists of one axis that is divided into several axes of this shape (and perhaps axes of length 1). For example,
-    if axes of lengths 3 and 3 are merged into one axis, its indices 2 to 4 are the two ranges (0, 2) and (1, 0:2).
+    Blocks are cut from the parameter in its merged shape. There are two kinds of groups. The axes of the first are
+    merged into one axis of the merged shape. For example, if axes of lengths 3 and 3 are merged, the indices 2 to 4 of
+    the merged axis are the two ranges (0, 2) and (1, 0:2). A group of the second kind is one axis that is divided into
+    several axes of the merged shape, and perhaps axes of length 1 beside it.
 
     lengths: lengths of the axes of the group in the parameter.
     merged: the axes of the merged shape that correspond to the group.
     piece: the piece, a box in the merged shape.
-    strides: distance in the block between neighbors along each axis of the merged shape, as `_strides` returns it.
+    strides: for each axis of the merged shape, the step in the block between neighbors along it, as `_strides` returns
+        it.
     merged_shape: the merged shape of the parameter.
     """
     *groups, axis = merged

@@ -39,10 +39,10 @@ class Rows:
     stop: int
 
     def numel(self, shape: tuple[int, ...]) -> int:
-        """Return how many entries the rows from `start` to `stop` have in a tensor, which may have fewer rows than
-        `stop`.
+        """Return the number of entries of these rows in a tensor.
 
-        shape: shape of the tensor, the part of a parameter that a rank updates.
+        shape: shape of the tensor, the part of a parameter that a rank updates. It may have fewer rows than `stop`;
+            rows that it lacks do not count.
         """
         return max(min(self.stop, shape[0]) - self.start, 0) * math.prod(shape[1:])
 
@@ -118,7 +118,13 @@ class ParamGather:
         return f"updates of rows of {name_some([self.names[rows.position] for rows in chosen], 1)}"
 
     def _send_parts(self, held: Mapping[int, Tensor], chosen: Sequence[Rows]) -> Work[Tensor]:
-        """Start to send the rows that this rank has updated to all other ranks that hold the same entries."""
+        """Start to send the rows that this rank has updated to all other ranks that hold the same entries.
+
+        Return the collective under way, whose result is a message with the rows that other ranks have updated.
+
+        held: this rank's shard of each parameter, by position.
+        chosen: rows of parameters that are sent in one round of messages.
+        """
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         own = {rank: [self._view(held, rows, me) for rows in chosen if self._share(rows, rank)] for rank in ranks}
         sources = [x for views in own.values() for x in views]
@@ -130,15 +136,18 @@ class ParamGather:
         return self.rank_group.all_to_all(message, sending, receiving, self._describe(chosen))
 
     def _receive_parts(self, held: Mapping[int, Tensor], chosen: Sequence[Rows], data: Tensor) -> None:
-        """Copy the rows that other ranks have updated into this rank's shards."""
+        """Copy the rows that other ranks have updated into this rank's shards.
+
+        data: the received message `[n]`, the result of the collective that `_send_parts` has started.
+        """
         targets = [x for views in self._targets(held, chosen) for x in views]
         copy_all(targets, _split(data, targets))
 
     def _targets(self, held: Mapping[int, Tensor], chosen: Sequence[Rows]) -> list[list[Tensor]]:
-        """Return views of this rank's shards: for each other rank, the rows that the other rank has updated.
+        """Return views of the rows in this rank's shards that other ranks have updated.
 
-        The result has one list for each rank. The list is empty for this rank, and for ranks that do not hold the same
-        entries.
+        The result has a list for each rank r, with a view of each set of rows in `chosen` that rank r has updated. The
+        list is empty for this rank, and for ranks that do not hold the same entries.
         """
         ranks = range(self.rank_group.size)
         return [[self._view(held, rows, rank) for rows in chosen if self._share(rows, rank)] for rank in ranks]
@@ -174,20 +183,28 @@ class ParamGather:
             _copy_rows(parameters[rows.position], rows, own.view(len(data), *shape))
 
     def _shapes(self, parameters: Mapping[int, Tensor], chosen: Sequence[Rows]) -> list[tuple[int, ...]]:
-        """Return the shape of each set of updated rows that a rank sends to all others."""
+        """Return the shape of each set of rows in a message.
+
+        In a message of replicated parameters, all ranks send sets of the same shapes. A rank whose part has fewer rows
+        does not fill its sets.
+
+        parameters: the replicated parameters, by position.
+        chosen: the rows of the message.
+        """
         return [(rows.stop - rows.start, *parameters[rows.position].shape[1:]) for rows in chosen]
 
 
 def _split(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Split a message into consecutive pieces with the shapes of given tensors."""
+    """Split a message `[n]` into consecutive views. The views have the shapes of the tensors `like`."""
     pieces = torch.split(message, [x.numel() for x in like])
     return [piece.view(x.shape) for piece, x in zip(pieces, like, strict=True)]
 
 
 def _copy_rows(parameter: Tensor, rows: Rows, data: Tensor) -> None:
-    """Copy updated rows of all ranks into a parameter.
+    """Copy rows that the R ranks have updated into a replicated parameter.
 
-    data: `[R, count, ...]`, the rows that each of R ranks has updated.
+    rows: range of rows, counted from the first row of each rank's part of the parameter.
+    data: `[R, count, ...]`, for each rank the `count` rows of its part that are in this range.
     """
     each = chunk_length(len(parameter), len(data))
     full = len(parameter) // each

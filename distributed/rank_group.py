@@ -48,9 +48,10 @@ class Work(Generic[Received]):
 
 
 def pads(lengths: Sequence[int]) -> bool:
-    """Return True if messages of these lengths are gathered by one collective, each padded to the longest length.
+    """Return True if messages of these lengths should be gathered by one collective, each padded to the longest length.
 
-    If padding would lengthen the messages together by more than a tenth, each rank broadcasts its message instead.
+    The result is False if padding would lengthen the messages together by more than a tenth. Each rank then broadcasts
+    its message instead.
 
     lengths: length of each rank's message.
     """
@@ -113,9 +114,11 @@ class RankGroup:
         return self if size == self.size else RankGroup(_process_group(ranks), self.timeout, self)
 
     def duplicate(self) -> RankGroup:
-        """Return another process group of the same ranks; all ranks call it.
+        """Return a `RankGroup` of the same ranks with another process group, whose messages never wait for messages of
+        this group.
 
-        Messages of that group never wait for messages of this group. It is new, or was given back by `give_back`.
+        All ranks call this method. The process group is new, or is one that an earlier duplicate gave back by
+        `give_back`.
         """
         if spare := _SPARE.get(self._kind):
             return RankGroup(spare.pop(), self.timeout)
@@ -142,7 +145,9 @@ class RankGroup:
     def mean(self, values: Tensor, what: str) -> Tensor:
         """Return the mean of `values` over all ranks. `values` is overwritten.
 
-        what: name of the collective in errors. It is checked that all ranks call it.
+        The method checks first that all ranks call it with the same `what`.
+
+        what: name of the collective in errors.
         """
         self.synchronize(what, device=values.device)
         return self.all_reduce(values, what) / self.size
@@ -158,17 +163,16 @@ class RankGroup:
         return frozenset(device for device, backend in pairs if backend == "gloo")
 
     def synchronize(self, what: str, remedy: str = "", device: torch.device = CPU) -> None:
-        """Raise DistributedError on every rank, with the remedies of all ranks, if ranks are about to call different
-        collectives.
+        """Check that all ranks are about to call the same collective. Otherwise raise DistributedError on every rank.
 
         Without this check gloo ends a process without a message if messages of one kind of collective differ in length.
-        The check itself is an all-to-all of digests of `what`. If a rank calls another kind of collective at that time,
-        it sends no digest, and the wait for its digest times out. With backends other than gloo nothing is sent, and no
-        rank waits.
+        The check is itself an all-to-all, in which ranks exchange a hash (digest) of `what`. If a rank calls another
+        kind of collective at that time, it sends no digest, and the wait for its digest times out. With backends other
+        than gloo nothing is sent, and no rank waits.
 
         what: name of the collective that follows.
-        remedy: advice for the user of this rank.
-        device: device of the tensors of that collective.
+        remedy: advice for the user of this rank. The error contains the remedies of all ranks.
+        device: device of the tensors of the collective that follows.
         """
         if not {"cpu", device.type} <= self.gloo_devices:
             return
@@ -184,7 +188,11 @@ class RankGroup:
         )
 
     def all_gather(self, values: Tensor, what: str) -> Work[Tensor]:
-        """Start to gather a tensor `[n]` from every rank as `[R, n]`. All ranks have the same n."""
+        """Start to gather a tensor `[n]` from every rank. Return the collective under way, whose result is `[R, n]`.
+
+        values: the tensor of this rank. All ranks have the same n.
+        what: name of the collective in errors.
+        """
         found = values.new_empty(self.size, values.numel())
         if not values.numel():
             return Work((), found, self._finish(what, values.device))
@@ -195,7 +203,7 @@ class RankGroup:
     def all_gather_uneven(self, values: Tensor, lengths: Sequence[int], what: str) -> Work[list[Tensor]]:
         """Start to gather tensors of different lengths from all ranks. Return the collective under way.
 
-        `wait()` of the collective returns a list of the tensors, by rank.
+        The result of the collective is a list of the tensors, by rank.
 
         values: the tensor of this rank.
         lengths: length of the tensor of each rank.
@@ -217,9 +225,15 @@ class RankGroup:
         return Work(handles, found, self._finish(what, values.device))
 
     def all_to_all(self, sent: Tensor, sending: Sequence[int], receiving: Sequence[int], what: str) -> Work[Tensor]:
-        """Start to send `sending[r]` entries of `sent` to each rank r, and to receive `receiving[r]` entries from it.
+        """Start to send a part of a tensor to each rank, and to receive a part from each rank. Return the collective
+        under way.
 
-        Sent and received entries are in the order of the ranks.
+        Its result is a tensor of all received entries. Sent and received entries are in the order of the ranks.
+
+        sent: `[n]`, the entries for all ranks.
+        sending: number of entries for each rank.
+        receiving: number of entries from each rank.
+        what: name of the collective in errors.
         """
         result, width = sent.new_empty(sum(receiving)), sent.element_size()
         with self._named(what):
@@ -234,7 +248,11 @@ class RankGroup:
         return Work((handle,), result, self._finish(what, sent.device), (sent,))
 
     def all_gather_object(self, values: Any, what: str) -> list[Any]:
-        """Gather a small Python object from every rank, and return the objects by rank."""
+        """Gather a small Python object from every rank, and return the objects by rank.
+
+        values: the object of this rank.
+        what: name of the collective in errors.
+        """
         self.synchronize(what)  # the collective that follows has no time-out of its own
         return self._gather_object(values, what)
 
@@ -252,7 +270,11 @@ class RankGroup:
         return wait
 
     def _wait(self, work: Any, device: torch.device) -> None:
-        """Wait for a collective of tensors on a device."""
+        """Wait for a collective, for at most `timeout` seconds if gloo sends tensors of the device.
+
+        work: torch's handle of the collective.
+        device: device of the tensors of the collective.
+        """
         if self.timeout is not None and device.type in self.gloo_devices:
             work.wait(timedelta(seconds=self.timeout))
         else:
@@ -260,7 +282,11 @@ class RankGroup:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Return a context that turns an error of torch into a DistributedError with the collective and the rank."""
+        """Return a context in which an error of torch becomes a DistributedError that names the collective and the
+        rank.
+
+        what: name of the collective.
+        """
         try:
             yield
         except (RuntimeError, ValueError) as error:

@@ -40,7 +40,8 @@ class Entry:
     def box(self, rank: int, ranks: int) -> Box:
         """Return the index range, along each axis of the full tensor, of a rank's shard in a checkpoint.
 
-        ranks: number of ranks among which the tensor is cut.
+        rank: number of the rank whose shard is returned.
+        ranks: number of ranks among which the tensor is cut by rows.
         """
         return Layout.by_rows(self.shape, ranks).boxes[rank] if self.shape else whole_box(())
 
@@ -61,8 +62,11 @@ def spread(
 ) -> list[Tensor]:
     """Cut state tensors for a checkpoint, and send the shards from the owners. Return this rank's shards as DTensors.
 
+    rank_group: the ranks that own the tensors, and among which each tensor is cut.
     entries: shape, dtype and owner of each tensor.
     owned: the full tensors that this rank owns, by index in `entries`.
+    mesh: device mesh of the ranks, for the DTensors.
+    device: device of the messages and of the shards.
     """
     ranks, me = rank_group.size, rank_group.rank
     messages: list[list[Tensor]] = [[] for _ in range(ranks)]
@@ -84,8 +88,10 @@ def collect(
 ) -> dict[int, Tensor]:
     """Send the shards of loaded state tensors to the owners. Return the full tensors that this rank owns, by index.
 
+    rank_group: the ranks that own the tensors, and among which DTensors are cut.
     entries: shape, dtype and owner of each tensor.
     saved: the tensors as a checkpoint has them: plain tensors, or DTensors that are cut by rows.
+    device: device of the messages.
     """
     ranks, me = rank_group.size, rank_group.rank
     messages: list[list[Tensor]] = [[] for _ in range(ranks)]
@@ -113,10 +119,11 @@ def gather(
 ) -> list[Tensor]:
     """Gather sharded tensors on all ranks, in one collective. Return the full tensors.
 
-    Of ranks that hold the same entries only those of the first replica send them.
+    If several ranks hold the same entries, only the rank in the first replica sends them.
 
     layouts: the layout of each tensor.
     shards: the shards of this rank.
+    device: device of the message and of the full tensors.
     """
     pairs = list(zip(layouts, shards, strict=True))
     sizes = [
@@ -145,10 +152,11 @@ def _exchange(
     device: torch.device,
     what: str,
 ) -> list[Iterator[Tensor]]:
-    """Exchange bytes between all ranks. Return, by rank, the tensors of bytes that this rank receives.
+    """Send tensors of bytes to all ranks. Return, for each rank, the tensors of bytes that this rank receives from it.
 
-    messages: tensors of bytes for each rank.
-    expected: lengths of the tensors from each rank.
+    messages: for each rank, the tensors of bytes that are sent to it.
+    expected: for each rank, the number of bytes of each tensor that is received from it.
+    what: name of the collective in errors.
     """
     sizes = [sum(message.numel() for message in own) for own in messages]
     flat = [message.to(device) for own in messages for message in own]

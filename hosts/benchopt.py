@@ -51,7 +51,10 @@ class Solver(BaseSolver):
         self.initial = vars(model).setdefault("_first_weights", first)
 
     def get_next(self, stop_val: int) -> int:
-        """Return the step of the next evaluation."""
+        """Return the step of the next evaluation, 250 steps after the last one.
+
+        stop_val: step of the last evaluation.
+        """
         return stop_val + 250
 
     def warm_up(self) -> None:
