@@ -65,8 +65,8 @@ def plain(value: Any) -> Any:
 
 
 PLAIN_TYPES = frozenset({NoneType, str, int, float, bool})
-"""Types whose values `plain` returns without another look. Every component that is validated asks for all values in it,
-so that most of the time to load a recipe was spent on checks for abstract classes."""
+"""Types whose values `plain` returns at once. Each validation of a component calls `plain` for all values in it, and
+without this shortcut, checks for abstract classes such as Mapping took most of the time to load a recipe."""
 
 
 _IN_SCHEMA = ContextVar("in_schema", default=False)
@@ -170,7 +170,7 @@ class Component(BaseModel, metaclass=ComponentType):
 
     def __init_subclass__(cls, *, family: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # before pydantic makes the fields, because its errors and warnings do not name the class
+        # checked before pydantic makes the fields, because pydantic's errors and warnings do not name the class
         try:
             own = inspect.get_annotations(cls)
         except NameError:  # Python 3.14 evaluates all annotations, also names that only type checkers import
@@ -402,10 +402,11 @@ def _components_of(
 
 
 def _same(value: Any, data: Any, default: Any) -> bool:
-    """Return True if a field has its default. A field with a schedule never has its default.
+    """Return True if the value of a field is its default. The result is False for every field with a schedule.
 
     value: the attribute. For a field with a schedule it is the first number of the schedule.
     data: the value as plain data. For a field with a schedule it is a mapping or a list.
+    default: the default of the field.
     """
     return bool(value == default) and not (isinstance(default, float) and isinstance(data, (dict, list)))
 
@@ -462,7 +463,7 @@ def _refuse_fields_without_type(cls: type[Component], annotated: Set[str]) -> No
     for name, value in vars(cls).items():
         known = name.startswith("_") or name in annotated or name in cls.__class_vars__ or name == "model_config"
         inside = isinstance(value, type) and value.__qualname__.startswith(f"{cls.__qualname__}.")
-        # pydantic takes these for no fields either
+        # pydantic makes no fields of these values either
         if known or inside or hasattr(type(value), "__get__") or type(value).__module__ in ("functools", "typing"):
             continue
         default, written = value, value.__name__ if isinstance(value, type) else short(value)
@@ -480,8 +481,15 @@ def _refuse_fields_without_type(cls: type[Component], annotated: Set[str]) -> No
 
 
 def _refuse_other_decorators(cls: type[Component], name: str, own: object, base: type) -> None:
-    """Raise TypeError if only one of a class and its base defines `name` as a property, or if a method without
-    decorator replaces a class method of the base.
+    """Raise TypeError if a class replaces an attribute of a base by one of another kind.
+
+    Two cases are refused: only one of the two attributes is a property; a method without decorator replaces a class
+    method.
+
+    cls: the class.
+    name: name of the attribute.
+    own: the attribute of the class.
+    base: the base class, which defines the attribute, too.
     """
     kinds = {property: "@property", cached_property: "@property", classmethod: "@classmethod"}
     kinds |= {staticmethod: "@staticmethod", FunctionType: "no decorator"}
@@ -698,7 +706,11 @@ def _advice(cls: type[Component], name: str) -> str:
 
 
 def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:
-    """Yield the dotted path of every field called `name` in the components that are defaults of the fields of `cls`."""
+    """Yield the dotted path of every field called `name` inside a component, such as `distribution.bucket` for
+    `bucket`.
+
+    Only components that are the default of a field of `cls`, and components inside these, are searched.
+    """
     for field, info in cls.model_fields.items():
         if isinstance(info.default, BaseModel):
             own = type(info.default)
@@ -773,8 +785,11 @@ def _fault(detail: Any, data: Any, where: str, whole: str) -> str:
 
 
 def _has_value(message: str, got: Any, component: bool) -> bool:
-    """Return True if a message has the refused value already, or needs none.
+    """Return True if the refused value need not be added to a message: the message has it already, or is clear without
+    it.
 
+    message: the message about a fault.
+    got: the refused value.
     component: True if the value is a mapping of all fields of a component.
     """
     if ", got " in message or isinstance(got, type):
@@ -810,7 +825,11 @@ def _names_field(message: str) -> bool:
 
 
 def _names(location: tuple[int | str, ...], data: Any) -> Iterator[str]:
-    """Yield the parts of a pydantic location, with the name or kind of an item in place of its position in a list."""
+    """Yield the parts of a path to a value, as dotted paths name them: an item of a list by its name or kind.
+
+    location: path of the value in an error of pydantic, with the position of each item of a list.
+    data: the data in which the value is.
+    """
     for part in location:
         alone = isinstance(part, int) and not isinstance(data, (list, tuple))  # a single stage stands for a list of one
         try:

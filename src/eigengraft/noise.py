@@ -54,7 +54,11 @@ def normal(seeds: Tensor, step: Tensor, shape: tuple[int, ...], dtype: torch.dty
 
 
 def words(seeds: Tensor, step: Tensor, count: int, stream: int = 0) -> Tensor:
-    """Return random words, int64 `[N, count]`. Every bit is 0 or 1 with equal probability."""
+    """Return random words, int64 `[N, count]`. Every bit is 0 or 1 with equal probability.
+
+    seeds, step, stream: see `uniform`.
+    count: number of words for each block.
+    """
     key = _mixed(_mixed(_mixed(seeds) + step) + stream)
     places = torch.arange(1, count + 1, dtype=torch.int64, device=seeds.device) * _STRIDE
     return _mixed(key[:, None] + places)

@@ -180,9 +180,12 @@ def known_to_hold(ok: Tensor) -> bool:
 
 
 def where_blocks(ok: Tensor, x: Tensor, other: Tensor | float) -> Tensor:
-    """Return x in blocks where ok `[N]` is True, and `other` elsewhere.
+    """Return x `[N, *block]` in blocks where ok is True, and `other` elsewhere.
 
     On a CPU, x itself is returned if all entries of `ok` are True.
+
+    ok: bool `[N]`.
+    other: a number, or a tensor that broadcasts against x.
     """
     if known_to_hold(ok):
         return x
@@ -263,8 +266,8 @@ def transposed(a: Tensor) -> Tensor:
 def copy_blocks(target: Tensor, source: Tensor) -> Tensor:
     """Copy a stack `[N, *block]` into another, and return the target.
 
-    On a CPU large transposed matrices are copied one by one, because torch copies a single matrix in tiles, but a batch
-    of matrices along long strides.
+    On a CPU, large matrices that are stored transposed are copied one by one. torch copies a single such matrix in
+    tiles, but a batch of them along long strides, which is slower.
     """
     turned = source.ndim == 3 and min(source.shape[1:]) >= _TILED and source.mT.is_contiguous()
     if not (turned and target.is_contiguous() and may_branch_on_values(source)):
@@ -328,7 +331,9 @@ the start of a line."""
 
 
 def fills_lines(stack: Tensor) -> bool:
-    """Return True if each matrix of a stack fills whole cache lines, so that all matrices have the same alignment."""
+    """Return True if each matrix of a stack `[N, *matrix]` fills whole cache lines, so that all matrices are aligned
+    alike.
+    """
     return math.prod(stack.shape[1:]) * stack.element_size() % _LINE == 0
 
 
@@ -536,8 +541,8 @@ def equal_stacks(*columns: Sequence[Tensor] | Tensor) -> Iterator[tuple[list[int
     """Group the rows of a table of tensors so that rows with equal shapes and dtypes are together. Yield each group as
     stacks.
 
-    Each item is (indices of the rows of the group, a list with one stack for each column). On a CPU, each row of large
-    tensors is a group of its own, and is not copied.
+    A row of the table has one entry of each column. Each item is (indices of the rows of the group, a list with one
+    stack for each column). On a CPU, each row of large tensors is a group of its own, and is not copied.
 
     columns: a column is a list of n tensors, or one tensor `[n]` with a number for each row. In a group of m rows,
         tensors become a stack `[m, *shape]`, and numbers become a tensor `[m, 1, ...]` that broadcasts against the
@@ -604,10 +609,9 @@ def in_dtypes_of(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Sequenc
 def norms_by_dtype(
     tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None, order: float = 2
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield the norms of tensors in groups: (indices of the tensors, their norms `[n]`), a group for each dtype of
-    norms.
+    """Yield the norms of tensors in groups, as (indices of the tensors of the group, their norms `[n]`).
 
-    A group takes few kernels, however many tensors it has.
+    A group has all tensors whose norms are computed in one dtype. It takes few kernels, however many tensors it has.
 
     dtypes: dtype in which each norm is computed. None: float64 for float64 tensors, float32 for all others.
     order: 2 for Frobenius norms, inf for the largest absolute value of an entry.
@@ -627,11 +631,11 @@ def squares_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def squares_are_finite(tensors: Sequence[Tensor]) -> bool:
-    """Return True if the sum of squares of each tensor is finite, and the host can know this without waiting for a
-    device.
+    """Return True if the host knows, without waiting for a device, that the sum of squares of each tensor is finite.
 
-    The sum must be finite in float64 for float64 tensors, in float32 for all others. Fake tensors on a CPU count as
-    finite.
+    The sum must be finite in float64 for float64 tensors, in float32 for all others. The result is False, too, if all
+    sums are finite, but the sum of the norms exceeds half of the square root of the largest number of the dtype. Fake
+    tensors on a CPU count as finite.
     """
     if tensors and tensors[0].is_cpu and not has_values(tensors[0]):
         return True
@@ -673,7 +677,7 @@ def stack_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _stacked(tensors: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-    """Return the tensors at the given places as one stack, if possible without a copy."""
+    """Return the tensors at the indices `places` as one stack `[n, *shape]`, if possible without a copy."""
     if isinstance(tensors, StackRows) and len(places) == len(tensors):
         return tensors.stack
     return tensors[places[0]].unsqueeze(0) if len(places) == 1 else torch.stack([tensors[place] for place in places])

@@ -132,7 +132,7 @@ def value_at(schedule: Schedule, step: int, total_steps: int | None) -> Schedule
 
 
 def extremes(schedule: Schedule) -> list[float]:
-    """Return the smallest and the largest value of a schedule."""
+    """Return the smallest and the largest value of a schedule, as a list of two."""
     values = [value for segment in schedule for value in (segment.start, segment.end)]
     return [min(values), max(values)]
 

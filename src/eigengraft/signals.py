@@ -28,9 +28,9 @@ class Signal:
             for a batch of matrices. A block receives its own rows and columns of the matrix.
         "outputs": one number for each group of outputs of a parameter, such as a head. All groups have equally many
             outputs. Only constraints may request such a signal.
-        "partner": for one factor of a product, such as LoRA's B A, one number for each entry of the other factor, as
-            `[p, r]` with the shared axis last. Only parameters that the view `pairs` shows as matrices
-            `[q, r]` have such a signal.
+        "partner": one number for each entry of the partner, which is the other factor of a product, such as LoRA's B A.
+            The value is `[p, r]`; its last axis is the axis that both factors share. Only parameters that the view
+            `pairs` shows as matrices `[q, r]` have such a signal.
     about: meaning of the value.
     reduce: how the numbers of several ranks, or of several calls of `provide` before a step, are combined.
     by: name of the function that provides the signal, for errors. "": only `optimizer.provide` provides it.
@@ -138,13 +138,12 @@ class Request:
     """A request of a stage for a signal.
 
     name: name of a registered signal.
-    when: steps at which the signal is required:
+    when: steps at which the signal is required. A step without a required signal raises an error.
         "always": every `interval`-th step, from the first.
         "refresh": steps at which a refresh may be due.
         "first": the first step of an optimizer.
-        "if_given": none.
-        A step without a required signal raises an error. At other steps the signal is in the context if it was
-        provided: `name in context.signals`.
+        "if_given": no step.
+        At other steps the signal is in the context only if it was provided, which `name in context.signals` says.
     interval: with "always", the number of steps from one step that requires the signal to the next.
     """
 
@@ -158,8 +157,9 @@ class Request:
         return self.when in ("first", "if_given")
 
     def needed_at(self, step: int, refreshes: bool) -> bool:
-        """Return True if a block requires the signal at a step of the block.
+        """Return True if a block requires the signal at a step.
 
+        step: number of the step for the block, from 1 on; 0 while priming.
         refreshes: True if a refresh may be due at the step.
         """
         if self.when == "always":
@@ -182,7 +182,8 @@ def requested(own: Asks) -> frozenset[str]:
 
 
 def require_signals(stages: Iterable[tuple[str, Asks]], constraints: Sequence[tuple[str, Asks]] = ()) -> None:
-    """Raise ValueError for a request of an unknown signal, or of a signal that is not for the component requesting it.
+    """Raise ValueError if a component requests an unknown signal, if a stage requests a signal for constraints, or if a
+    constraint requests a signal for stages.
 
     stages: every stage with its path. Stages cannot request signals with a value for each output of a layer.
     constraints: every constraint with its path. Constraints can request only such signals.

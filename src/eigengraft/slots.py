@@ -121,14 +121,14 @@ class Slot:
         "column": as "square", for a slot without the block's last but one axis.
         "none": not changed.
     dtype: dtype of the slot; None: the dtype that the block is computed in.
-    axes: axes of the block that a "vector" or "square" slot has, in order; None: all of them. For a matrix with frame
-        "none", such as a basis: the axis of the block that the matrix belongs to. `inspect` compares a basis with the
-        statistic of the same axis.
-    scale: factor of the initial identity.
+    axes: for frame "vector" or "square", the axes of the block that the slot has, in order; None: all of them. For a
+        matrix with frame "none", such as a basis, `(axis,)`: the axis of the block that the matrix belongs to.
+        `inspect` compares a basis with the statistic of the same axis.
+    scale: factor by which the initial identity is multiplied.
     sensitive: True if the size of every update depends on the slot. A storage that a recipe chooses by role does not
         quantize such a slot.
-    decay: the factor by which each step multiplies the weights of earlier gradients, for a slot that is a running mean
-        or sum of squared gradients in the basis in which its stage works. None: the slot is no such mean or sum.
+    decay: for a slot that is a running mean or sum of squared gradients, in the basis in which its stage works: the
+        factor by which each step multiplies the weights of earlier gradients. None: the slot is no such mean or sum.
     total: True if stages read the sum of the slot over all blocks of all parameters, as the step began, by
         `context.total`.
     step_size: True if the slot, of shape (), is a learning rate of the stage: the stage multiplies its direction by the
@@ -197,7 +197,8 @@ class Codec(Protocol):
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         """Return the tensors `[N, ...]` that encode x `[N, *shape]`, by name.
 
-        before: the tensors that the new tensors replace; None at the start.
+        before: the tensors in which the slot is stored now, which formats with error feedback read. None: nothing is
+            stored.
         uniform: function that returns random numbers for stochastic rounding; None: rounding is to nearest.
         """
 
@@ -207,9 +208,10 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class EncodedSlot:
-    """A slot that a codec stores in the tensors "<key>/<name>".
+    """A slot that a codec stores in several tensors. Each has the key "<key of the slot>/<name>".
 
     slot: the declaration of the slot.
+    codec: the codec that stores the slot.
     names: names of the tensors.
     dtype: dtype of the decoded slot.
     """
@@ -498,9 +500,10 @@ class State:
         return type(self)(copies, self.block, self.path, storage=Storage(self.storage.encoded))
 
     def unwritten(self) -> Self:
-        """Return a copy of this state that ignores writes: `state[name] = value` has no effect.
+        """Return a copy of this state in which writes have no effect, such as `state[name] = value`.
 
-        States that `scope` makes from the copy, for stages inside this one, write as usual.
+        Only the slots of this stage are protected. States of stages inside this one, which `scope` makes from the copy,
+        are written as usual.
         """
         own = type(self)(self.tensors, self.block, self.path, self.rows, self.mask, self.storage)
         own.written = False

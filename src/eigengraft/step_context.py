@@ -43,17 +43,18 @@ class StepContext:
         rank.
     signals: values of the requested signals that were provided, by name. For slots with `total=True`, also the sum of
         the slot over all blocks of all parameters, by the key of the slot.
-    first: True during the first refresh of a block.
+    first: in the context of a refresh, True if it is the first refresh of its blocks. False in all other hooks.
     due: rows whose refresh takes effect in this step, by the id of the stage. They are given as spans (first row, row
         after the last one, True if this is the first refresh of these rows).
     asked: rows whose refresh is due in this step, in the same form. With a delay the refresh takes effect in a later
         step. Without a delay `asked` equals `due`.
-    kept: values that a stage has computed in one hook for the next hook of the same step, by the path of the stage.
+    kept: values that a stage computes in one hook and uses again in its next hook of the same step, by the path of the
+        stage.
     numbers: while a chain is traced, the function that replaces `per_block`. Its argument is a function f of the step
         number. It returns a 0-d tensor, which the traced program replaces by f(step) in each step. None: no chain is
         traced.
     sums: function that adds numbers `[N]` over the blocks of each parameter; None: no stage of the update needs sums.
-    questions: while a chain is traced, the conditions on the step that stages have passed to `holds`.
+    questions: the conditions on the step that stages have passed to `holds`; recorded only while a chain is traced.
     """
 
     steps: NDArray[np.int64]
@@ -209,9 +210,9 @@ class StepContext:
         return changed
 
     def slice_rows(self, start: int, stop: int, first: bool) -> StepContext:
-        """Return the context of the blocks from start to stop, for a refresh of these blocks.
+        """Return the context of the blocks start to stop - 1 of the stack, for a refresh of these blocks.
 
-        first: True if this is their first refresh.
+        first: True if this is the first refresh of these blocks.
         """
         signals = {k: v[start:stop] if isinstance(v, Tensor) and v.ndim else v for k, v in self.signals.items()}
         cut = slice(start, stop)

@@ -36,7 +36,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Lengths of the box along each axis, at least 0."""
+        """Length of the box along each axis, at least 0."""
         return tuple(max(b - a, 0) for a, b in zip(self.start, self.stop, strict=True))
 
     @property
@@ -109,8 +109,9 @@ Numbers = tuple[int, ...]
 class Piece:
     """A set of entries that is a box both in a block and in the parameter.
 
-    A block has several pieces only if an axis of the block was merged from several axes of the parameter. All blocks of
-    a grid have the same pieces, at different places in the parameter.
+    A block has several pieces only if an axis of the block was flattened from several axes of the parameter. All blocks
+    of a grid have the same pieces, at different places in the parameter. Axes of the parameter are those of the shape
+    `BlockGrid.merged`.
 
     start: first index of the piece in the parameter, along each axis of the parameter, for the first block of the grid.
     lengths: lengths of the piece along the axes of the parameter.
@@ -124,7 +125,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """A grid of equal, evenly spaced blocks of one parameter, which the grid uses in the shape `merged`.
+    """A grid of equal, evenly spaced blocks of one parameter. Axes of the parameter are those of its shape `merged`.
 
     merged: shape of the parameter after small axes were merged, or after one axis was divided into equal groups.
     count: number of blocks along each axis of `merged`.
@@ -165,7 +166,10 @@ class BlockGrid:
         return len(self.pieces) == 1 and self.pieces[0].lengths == self.merged and axes == sorted(axes)
 
     def block(self, index: int) -> BlockGrid:
-        """Return a grid that contains one block of this grid. index: position of the block in `keys`."""
+        """Return a grid that contains one block of this grid.
+
+        index: position of the block in `keys`.
+        """
         at = [int(i) for i in np.unravel_index(index, self.count)]
         shift = [i * step for i, step in zip(at, self.step, strict=True)]
         moved = tuple(
@@ -199,10 +203,12 @@ class BlockGrid:
         return self._views(blocks, self._pieces_of_blocks) if blocks.is_contiguous() else self._pieces_of_blocks(blocks)
 
     def _views(self, x: Tensor, cut: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Return cut(x), a list of views of x.
+        """Return the views of x that the function `cut` makes.
 
-        cut: function that makes the views, in several operations for each view. The strides and offsets of the views
-            are cached, so that later calls make each view by one operation.
+        The strides and offsets of the views are cached, so that later calls make each view by one operation.
+
+        x: tensor with the entries of the parameter or of all blocks.
+        cut: function that returns views of x, each of which takes several operations.
         """
         key, start = (cut.__name__, x.stride()), x.storage_offset()
         if key not in self._layouts:
@@ -213,8 +219,9 @@ class BlockGrid:
 
     @cached_property
     def _layouts(self) -> dict[tuple[str, Numbers], list[tuple[Numbers, Numbers, Any]]]:
-        """Cache of `_views`: (shape, strides, offset) of each view, by (name of the function that makes the views,
-        strides of the tensor)."""
+        """Cache of `_views`. A key is (name of the function that makes the views, strides of the tensor). A value is
+        the list of (shape, strides, offset) of each view.
+        """
         return {}
 
     def _pieces_of_parameter(self, x: Tensor) -> list[Tensor]:
@@ -313,6 +320,8 @@ def divided_grids(
 
     Blocks are numbered section by section, in each section matrix by matrix, and in each matrix in row-major order.
 
+    shape: shape of the parameter.
+    matrices: the matrices of the parameter.
     merge: function that maps the shape of a matrix to its merged shape.
     size: longest axis of a block; None: matrices are not cut.
     """
@@ -387,8 +396,10 @@ def _grid(
     tiles: Sequence[int],
     before: tuple[int, int],
 ) -> BlockGrid:
-    """Return the grid of all blocks that have their ranges along each axis in `chosen`. A block is the intersection of
-    one such range (a tile) for each axis, in one of the equal matrices.
+    """Return the grid of all blocks whose tiles are in `chosen`.
+
+    A tile is a range of one axis of a matrix. A block is the intersection of one tile for each axis, in one of the
+    equal matrices.
 
     factored: shape of the parameter, in which an axis may be divided into two. An axis that has queries, keys and
         values of each group of heads is divided into the number of the group and the entries of a group.
@@ -418,9 +429,9 @@ def _grid(
 
 
 def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]) -> Piece:
-    """Return one piece of a block, from a range along each axis of the block.
+    """Return one piece of a block from its range along each axis of the block.
 
-    An axis of the block may be flattened from several axes of the parameter. The range is a box in these axes.
+    An axis of the block may be flattened from several axes of the parameter. The range is then a box in these axes.
 
     order: number of axes of the parameter.
     boxes: for each axis of the block, (offset, box). `box` is {axis of the parameter: (start, length)} for the axes
@@ -514,9 +525,14 @@ def _grids(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> tuple[
 
 
 def _even(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> Iterator[BlockGrid]:
-    """Yield grids of equal blocks of a parameter whose matrices are its last axes.
+    """Yield grids of equal blocks of a parameter `[*batch, *matrix]`, whose last axes form one matrix for each index of
+    `batch`.
 
-    They are not parts of an axis, as the three projections or the heads of attention are, and not stored transposed.
+    This function does not support matrices that are sections or heads of an axis, or that are stored transposed.
+
+    rule: the rule by which the matrices are cut into blocks.
+    shape: shape of the parameter.
+    matrices: the matrices, which say how many axes `batch` has.
     """
     batch, inner = shape[: matrices.batch], rule.merged(shape[matrices.batch :])
     merged, size = (*batch, *inner), [*(1 for _ in batch), *(min(d, rule.size or d) for d in inner)]

@@ -44,9 +44,13 @@ would depend on the address.
 
 
 def max_blocks(numbers: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the largest number of blocks in a stack whose tensors do not exceed the limit in bytes; at least one.
+    """Return the largest number of blocks of a stack for which no tensor of the stack is too large; at least one.
+
+    The limit for a tensor is `BYTES_ON_CPU` or `BYTES_ELSEWHERE`.
 
     numbers: entries of a block's largest tensor, which is the block itself or a slot.
+    dtype: dtype of the tensor.
+    device: device of the stack.
     """
     return blocks_that_fit(BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE, numbers, dtype)
 
@@ -74,7 +78,7 @@ def split_ranges(param_ids: Sequence[int], most: int, together: bool) -> list[tu
 def split_by_size(sizes: Iterable[tuple[_T, int]], limit: int) -> Iterator[list[_T]]:
     """Yield lists of neighboring items, each with at most `limit` bytes in sum. A larger item has a list of its own.
 
-    sizes: (item, its bytes).
+    sizes: pairs of an item, which may be any object, and its size in bytes.
     """
     part, size = list[_T](), 0
     for item, nbytes in sizes:
@@ -208,9 +212,13 @@ class Assembly:
     def target(
         self, position: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, numel: int
     ) -> Tensor:
-        """Return the tensor that collects the updates of a parameter. The caller writes `numel` entries of it.
+        """Return the tensor that collects the update of a parameter. The first call for a parameter makes the tensor.
 
+        The caller writes `numel` entries of the tensor, which then count as collected.
+
+        position: position of the parameter.
         shape, dtype, device: those of the tensor.
+        numel: number of entries that the caller writes.
         """
         if position not in self.begun:
             self.begun[position] = torch.empty(shape, dtype=dtype, device=device)
@@ -240,8 +248,8 @@ class SideMatrix:
     """A square matrix over the inputs (columns), or over the outputs (rows), of one parameter.
 
     value: the matrix `[n, n]`, or one matrix for each index of the batch axes, `[*batch, n, n]`.
-    index: for each entry of the parameter, the row of `value.reshape(-1, n)` that belongs to the entry's input (or
-        output). It is a view in the shape of the parameter.
+    index: for each entry of the parameter, the number of its input (or output), as a view in the shape of the
+        parameter. Inputs are numbered through all batches: input i belongs to row i of `value.reshape(-1, n)`.
     side: inputs or outputs.
     """
 
@@ -263,11 +271,10 @@ class SideMatrix:
         return cls(value, side_index(shape, matrices, side, value.device), side)
 
     def blocks(self, own: Tensor) -> Tensor:
-        """Return for each of k blocks the part `[c, c]` of the matrix that belongs to the block's inputs (or outputs).
+        """Return for each of k blocks the part of the matrix that belongs to the block's c inputs (or outputs),
+        `[k, c, c]`.
 
-        The result is `[k, c, c]`.
-
-        own: `[k, c]`, the rows of `value.reshape(-1, n)` that belong to the c inputs (or outputs) of each block.
+        own: `[k, c]`, the numbers of the inputs (or outputs) of each block, as in `index`.
         """
         n = self.value.shape[-1]
         return self.value.reshape(-1, n)[own[:, :, None], (own % n)[:, None, :]]

@@ -381,7 +381,8 @@ class Whole(View):
 def parametrized_layer(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
     """Return the layer that the parameters of a module belong to.
 
-    If the module is a list of parametrizations, this is the parametrized layer; else it is the module itself.
+    A module may be the list in which torch keeps the parametrizations of one tensor of a layer. The layer is then the
+    one that has this tensor. In all other cases it is the module itself.
 
     modules: all modules of the model, by path.
     path: path of the module.
