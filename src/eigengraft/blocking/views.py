@@ -265,9 +265,10 @@ class ViewChoice(NamedTuple):
         return self
 
     def describe(self, shape: tuple[int, ...]) -> str:
-        """Return a short text about the matrices of a parameter of that shape, with the reason for the choice.
+        """Return a short text about the matrices of a parameter, with the reason for the choice; "" if the choice has
+        no reason.
 
-        The text is "" if the choice has no reason.
+        shape: shape of the parameter.
         """
         if not self.why or self.matrices == Matrices():
             return self.why and f"one tensor: {self.why}"

@@ -171,7 +171,7 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # the mode is called here, because it is not active in the other thread in which backward runs
+        # the dispatch mode is called here, because modes are not active in the thread in which torch runs backward
         return _entered().__torch_dispatch__(func, types, args, kwargs)
 
     @property
@@ -246,9 +246,8 @@ class _Stream:
         self.asked += 1
 
     def run(self, number: int) -> None:
-        """Run the work of the stream up to the piece with this number, counted from the first that was ever added.
-
-        Work that has run already is not run again.
+        """Run the first `number` pieces of work that were ever added to the stream, without those that have run
+        already.
         """
         with self._lock:
             while self._done < number:
@@ -284,8 +283,9 @@ _Stream.first = _Stream()
 class _Event:
     """A replacement of `torch.cuda.Event`.
 
-    If the host waits for an event, the wait is counted only in the `with accelerator(...)` statement in which the event
-    was recorded. In any other statement, the event counts as reached.
+    A wait of the host for an event is counted only while the innermost open `with accelerator(...)` statement is the
+    one in which the event was recorded. In any other statement, the event counts as already reached, and nothing is
+    counted.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -359,7 +359,7 @@ class _Device(TorchDispatchMode):
         self._undo.close()
 
     def hold(self, size: int) -> None:
-        """Add `size` to the bytes on the device in the counts of all `with accelerator(...)` statements that are open.
+        """Add `size` to the bytes in use, `DeviceCounts.live`, of all `with accelerator(...)` statements that are open.
 
         size: number of bytes that are allocated; negative if they are freed.
         """
@@ -443,7 +443,13 @@ class _Device(TorchDispatchMode):
         return result
 
     def _copies(self, name: str, args: Any, kwargs: Any, tensors: tuple[Any, Any], target: str | None) -> bool:
-        """Return True if an operation is a copy between host and device, and count the copy."""
+        """Return True if an operation is a copy between host and device, and count the copy.
+
+        name: name of the operation.
+        args, kwargs: its arguments.
+        tensors: (those on the device, all) of the tensors among the arguments.
+        target: type of the device in the argument `device`; None: the operation has no such argument.
+        """
         own, given = tensors
         up = not own if name == "_to_copy" else isinstance(tensors_in(args[:1])[0], SimulatedTensor) if given else False
         if name == "_to_copy":
@@ -460,6 +466,11 @@ class _Device(TorchDispatchMode):
         """Raise RuntimeError if an operation mixes tensors of the host and the device in a way that CUDA refuses.
 
         Otherwise count the waits that the operation causes.
+
+        name: name of the operation.
+        args: its positional arguments.
+        own: the tensors on the device among its arguments.
+        tensors: all tensors among its arguments.
         """
         indices = tensors_in(args[1]) if name in costs.INDEXING else []
         for index in indices:
@@ -492,8 +503,8 @@ def _on_host(items: Iterable[Any], tensors: list[Tensor], hosts: list[Tensor]) -
 
     Args:
         items: the arguments.
-        tensors: all tensors among the arguments are appended to this list.
-        hosts: the CPU tensors in their places are appended to this list.
+        tensors: list to which all tensors among the arguments are appended.
+        hosts: list to which the CPU tensors that replace them are appended. A tensor of the host replaces itself.
     """
     made = []
     for x in items:
@@ -515,9 +526,15 @@ def _on_host(items: Iterable[Any], tensors: list[Tensor], hosts: list[Tensor]) -
 
 
 def _computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Return the result of an operation, whose name is given, on the CPU.
+    """Return the result of an operation on the CPU.
 
     Products in low precision with sums in float32 exist only on CUDA, so they are computed from float32 copies.
+
+    Args:
+        func: the operation.
+        name: its name without that of the overload.
+        args: its positional arguments, with tensors on the CPU.
+        kwargs: its keyword arguments.
     """
     if name == "bmm" and func._overloadname == "dtype":
         return torch.bmm(args[0].float(), args[1].float()).to(args[2])

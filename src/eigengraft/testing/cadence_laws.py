@@ -24,7 +24,8 @@ _REFRESHES = 12
 class CadenceCase(Case[Cadence]):
     """A cadence under test.
 
-    steps: number of updates of the blocks to try; 0 for twelve intervals of the cadence.
+    steps: number of updates of the blocks to try. 0: the first refresh, and then twelve intervals of the cadence, but
+        at least 24 updates.
     """
 
     steps: int = 0
@@ -38,18 +39,19 @@ class CadenceCase(Case[Cadence]):
         """Return the step context that a cadence receives for some blocks of the stack.
 
         steps: step of each block of the stack.
-        rows: the blocks, as a slice.
+        rows: slice that selects the blocks from the stack.
         """
         seeds = np.arange(1, 1 + len(_PHASES), dtype=np.int64) * 7919
         updates = np.array(list(steps), dtype=np.int64)[rows]
         return StepContext(updates, np.array(_PHASES)[rows], np.arange(len(updates)), seeds=seeds[rows])
 
     def due(self, steps: Iterable[int], earliest: int, rows: slice = slice(None)) -> dict[int, bool]:
-        """Return {row: True if this is its first refresh} for the rows of a slice that have a refresh.
+        """Return {row: True if this is its first refresh} for the rows of a slice that have a refresh. Rows are counted
+        from the start of the slice.
 
         steps: step of each block of the stack.
         earliest: first step at which a refresh may happen.
-        rows: the slice.
+        rows: slice that selects the rows from the stack.
         """
         spans = self.component.due(self.context(steps, rows), earliest)
         return {row: first for start, stop, first in spans for row in range(start, stop)}
@@ -91,9 +93,12 @@ def the_first_refresh_is_at_first_due(case: CadenceCase) -> None:
 
 
 def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
-    """With a `period`, blocks are due at the same steps of each period. Without a period, each block is due as often as
-    `interval` says, up to a factor of three. In the second half of the steps, the mean over all blocks is within this
-    factor too.
+    """Each block is due as often as the cadence declares.
+
+    If the cadence has a `period`, a block is due at the same steps of each period, after its first refresh. Without a
+    period, the mean number of steps between refreshes of each block is between a third of `interval` and three times
+    `interval`. The same holds for the mean over all blocks in the second half of the steps. These means are not checked
+    if fewer than six intervals are tried.
     """
     period, interval = case.component.period, case.component.interval
     places = None if period is None else case.component.steps_due(np.array(_PHASES)).tolist()
@@ -125,8 +130,10 @@ def blocks_are_due_as_often_as_the_interval_says(case: CadenceCase) -> None:
 
 
 def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
-    """No block is due at a step for which `possible(step)` is False. Before a step, `possible` decides which inputs
-    beside the gradient it requires, so that a refresh at another step would lack them.
+    """No block is due at a step for which `possible(step, earliest)` is False.
+
+    At such a step the optimizer does not require the inputs that the stage needs for a refresh, so that a refresh would
+    lack them.
     """
     for earliest in (0, 1):
         for step, found in case.history(earliest):

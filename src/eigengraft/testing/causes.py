@@ -68,11 +68,13 @@ class RandomStates(NamedTuple):
 class OperationWatch(TorchDispatchMode):
     """Records operations of a component, as "operation at file:line in function", in the order of the calls.
 
+    A stack is a tensor `[N, *block]` of N blocks.
+
     global_draws: draws of random numbers from torch's global generator.
     draws: draws from generators of torch that the component passes to the operation.
     mixes: operations whose result for a block depends on other blocks of the stack.
-    places: operations that give numbers to the blocks of the stack, or split the stack into blocks, so that a result
-        may depend on the index of a block.
+    places: operations that make the numbers 0 to N - 1, or split the stack into its blocks. With them, the result for a
+        block may depend on its index in the stack.
     writes: in-place operations on the watched inputs, with the name of the input.
     casts: conversions of nan or inf to integers, whose result differs between devices.
     overflows: conversions of finite numbers to an integer dtype whose range they exceed.
@@ -118,11 +120,14 @@ class OperationWatch(TorchDispatchMode):
         return result
 
     def _record(self, found: list[str], operation: str) -> None:
-        """Add an operation, with the line of the component that caused it.
+        """Add an operation to a list, with the line of the component that caused it.
 
-        Two kinds of operations are left out: those of the law (the check that calls the component), and those that mix
-        blocks inside a function of this library that a component of another package calls. An example is
-        `finite_blocks`, whose result for a block does not depend on other blocks.
+        Operations of the law itself, the check that calls the component, are left out. Operations that mix blocks are
+        left out, too, if they run directly in a function of this library that is not in a file of the component. An
+        example is `finite_blocks`, whose result for a block does not depend on other blocks.
+
+        found: the list, such as `mixes`.
+        operation: name of the operation.
         """
         calls = list(_calls())
         if not calls or (found is self.mixes and calls[0].of_library and calls[0].file not in self.files):
@@ -148,10 +153,10 @@ class OperationWatch(TorchDispatchMode):
 
 
 def global_draw(component: Component, generator: str, run: Callable[[], object]) -> str:
-    """Return the text of an error about the use of a global generator, with the line and the remedy.
+    """Return the text of an error about a component that uses a global generator, with the line and the remedy.
 
-    generator: name of the generator.
-    run: function that draws the random numbers again.
+    generator: name of the generator, from `RandomStates.drawn_from`.
+    run: function that runs the component again, so that the line of the draw is found.
     """
     found: list[str] = []
     if generator.startswith("torch"):
@@ -185,7 +190,7 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def _fits(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if the range of an integer dtype has all numbers of a tensor, without their fractions.
+    """Return True if the range of an integer dtype contains all numbers of a tensor, after their fractions are cut off.
 
     x: tensor that is not empty.
     """

@@ -158,7 +158,8 @@ def check_cadence(cadence: Cadence, steps: int = 0) -> LawReport:
 
     Args:
         cadence: the cadence.
-        steps: number of updates of the blocks to try; 0 for twelve intervals of the cadence.
+        steps: number of updates of the blocks to try. 0: the first refresh, and then twelve intervals of the cadence,
+            but at least 24 updates.
 
     Returns:
         A report of the laws that hold and of the laws that do not apply.

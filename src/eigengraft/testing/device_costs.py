@@ -72,8 +72,11 @@ def _kernels_for_any_arguments(func: Any) -> int | None:
 def _multi_tensor_kernels(name: str, lists: Sequence[Sequence[Tensor]]) -> int:
     """Return the number of kernels of an operation on lists of tensors.
 
-    The fast path (MultiTensorApply.cuh) puts many tensors into a kernel. The slow path launches a kernel for each
+    The fast path (MultiTensorApply.cuh) processes many tensors in one kernel. The slow path launches a kernel for each
     tensor.
+
+    name: name of the operation.
+    lists: the lists among its arguments.
     """
     if not lists:
         return 0

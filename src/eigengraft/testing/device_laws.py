@@ -29,7 +29,10 @@ def require_no_waits(counts: DeviceCounts, when: str, remedy: str = "") -> None:
 
 
 def without_accelerator(case: object) -> str | None:
-    """Return the reason why no accelerator can be simulated; None if it can."""
+    """Return the reason why no accelerator can be simulated; None if it can.
+
+    case: the component under test, which every function `Law.skip` receives. It is not used.
+    """
     if (default := torch.get_default_device()).type != "cpu":
         return f"an accelerator is simulated on the CPU, and the default device is {default}"
     missing = missing_names()

@@ -58,8 +58,8 @@ class Law(Generic[AnyCase]):
     check: function that raises a LawError if the component breaks the law. Any exception of the component counts as a
         break, too.
     skip: function that returns the reason why the law does not apply to a component, or None if it applies.
-    decisive: True if breaking this law makes a component break other laws. A decisive law is checked first, and if it
-        is broken, the error names no other law.
+    decisive: True if a component that breaks this law breaks other laws for the same reason. A decisive law is checked
+        first. If it is broken, no further law is checked.
     """
 
     check: Callable[[AnyCase], None]
@@ -134,8 +134,9 @@ class LawReport:
 def check(case: AnyCase, laws: Iterable[Law[AnyCase]]) -> LawReport:
     """Check laws on a case and return a report.
 
-    Raises one LawError, which names all broken laws. It names only the first one if that law is decisive (others would
-    fail for the same reason), or if the component draws random numbers from a global generator.
+    Raises one LawError, which names all broken laws. In two cases the check ends early, and the error names only one
+    law: if this law is decisive, because others would fail for the same reason, or if the component draws random
+    numbers from a global generator.
     """
     held, skipped, broken = [], {}, []
     for law in sorted(laws, key=lambda law: not law.decisive):
@@ -175,7 +176,7 @@ def broken(what: str, expected: str, got: object, cause: str = "") -> LawError:
 
 
 def require(fine: object, what: str, expected: str, got: object, cause: str = "") -> None:
-    """Raise the LawError that `broken` makes from the other arguments, unless `fine` is true."""
+    """Raise a LawError unless `fine` is true. The other arguments are those of `broken`, which makes the error."""
     if not fine:
         raise broken(what, expected, got, cause)
 

@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.float64)
 class QuantizerCase(Case[Quantizer]):
     """A quantizer under test.
 
-    size: order d of the matrices `[d, d]` to try, which must be larger for a quantizer that refuses small slots.
+    size: order d of the matrices `[d, d]` to try. A quantizer that refuses small slots needs a larger number.
     """
 
     size: int = 9
@@ -333,7 +333,10 @@ def without_draws(case: QuantizerCase) -> str | None:
 
 
 def codes_stay_on_the_device(case: QuantizerCase) -> None:
-    """The host neither waits for the device nor copies numbers to it, when a slot is stored again and read."""
+    """The host neither waits for the device nor copies numbers to it, if a slot is encoded again and decoded.
+
+    The first encoding and decoding are not checked, because they may copy codebooks to the device.
+    """
     with accelerator("cuda") as run:
         slot, host = case.example()
         x = host.to(run.device)

@@ -37,13 +37,16 @@ _PEAK = 0.1
 class ViewCase(Case[View]):
     """A view under test.
 
-    shapes: shapes of the parameters to try. The view must accept one of them.
+    shapes: shapes of the parameters to try. The view must accept at least one of them.
     """
 
     shapes: tuple[tuple[int, ...], ...] = VIEW_SHAPES
 
     def accepted(self) -> list[tuple[tuple[int, ...], ViewChoice]]:
-        """Return the shapes that the view accepts, each with its `ViewChoice`. Raises LawError if there are none."""
+        """Return (shape, `ViewChoice`) for each shape that the view accepts. Raises LawError if there are none.
+
+        A shape is tried, and may be returned, several times: once for each of the facts about modules in `_FACTS`.
+        """
         found, refused = [], ""
         for shape in self.shapes:
             for facts in _FACTS:
@@ -101,7 +104,8 @@ VIEW_LAWS: tuple[Law[ViewCase], ...] = (
 
 @dataclass(frozen=True)
 class ScheduleCase(Case[Any]):
-    """A schedule of the learning rate under test.
+    """A schedule of the learning rate under test. In each step the schedule returns the factor of the peak learning
+    rate.
 
     steps: number of steps of the run.
     """
@@ -111,7 +115,8 @@ class ScheduleCase(Case[Any]):
 
 
 def factors_are_numbers_from_zero_to_one(case: ScheduleCase) -> None:
-    """Every factor is a finite float in [0, 1]."""
+    """Every factor that `decay(t)` returns is a finite float in [0, 1]. t is a fraction of the run after the warm-up.
+    """
     for step in range(case.steps + 1):
         t = (step - case.component.warmup_steps) / (case.steps - case.component.warmup_steps)
         if t < 0:
@@ -129,8 +134,9 @@ def the_peak_is_the_learning_rate(case: ScheduleCase) -> None:
 
 
 def factors_follow_from_the_fraction_alone(case: ScheduleCase) -> None:
-    """The factor of a step is the same if factors are computed in another order. This matters for a run that continues
-    from a checkpoint, because it does not compute the factors of earlier steps.
+    """The factors of all steps are the same if they are computed in the reverse order.
+
+    A run that continues from a checkpoint needs this, because it does not compute the factors of earlier steps.
     """
     steps = range(case.steps)
     once = [case.component.factor(step, case.steps) for step in steps]

@@ -65,7 +65,10 @@ def signals_of(
 ) -> dict[str, Tensor | float]:
     """Return values of signals for N blocks, by name. The value of a block follows from its seed alone.
 
-    seeds: `[N]`.
+    signals: the signals.
+    block: shape of a block.
+    seeds: `[N]`, a whole number for each block.
+    dtype: dtype of the values.
     """
     signals, found = list(signals), dict[str, Tensor | float]()
     if not signals:

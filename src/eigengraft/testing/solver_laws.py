@@ -57,10 +57,12 @@ def usual_exponent(solver: RootSolver) -> Fraction:
 
 
 def solve(solver: AnySolver, a: Tensor) -> Tensor:
-    """Return the result of a solver for a stack of matrices.
+    """Return the result of a solver for a stack of matrices. Raise a LawError if the solver marks a matrix as failed.
 
-    A basis solver is called twice. The second call receives another matrix and the basis of the first call, and its
-    result is returned.
+    A basis solver is called twice: for a, from the identity, and then for another matrix, from the first result. The
+    second result is returned.
+
+    a: positive definite matrices `[N, d, d]`, or matrices `[N, m, n]` for a polar solver.
     """
     value, ok = result_and_ok(solver, a)
     fine = ok.shape == a.shape[:1] and ok.dtype == torch.bool and bool(ok.all())
@@ -69,7 +71,10 @@ def solve(solver: AnySolver, a: Tensor) -> Tensor:
 
 
 def result_and_ok(solver: AnySolver, a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result of `solve`, and `ok`, for a stack of matrices that a solver may mark as failed."""
+    """Return the result as `solve` does, and bool `[N]`, False for each matrix that the solver has marked as failed.
+
+    A polar solver marks no matrix.
+    """
     if isinstance(solver, PolarSolver):
         return solver.polar(a), torch.ones(len(a), dtype=torch.bool)
     if isinstance(solver, RootSolver):
@@ -80,7 +85,10 @@ def result_and_ok(solver: AnySolver, a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cold(solver: BasisSolver, a: Tensor) -> Tensor:
-    """Return the basis that a solver starts from at the first refresh: the first columns of the identity."""
+    """Return the bases `[N, d, k]` that a solver starts from at the first refresh: the first k columns of the identity.
+
+    a: the matrices `[N, d, d]` that are solved.
+    """
     d = a.shape[-1]
     return torch.eye(d, solver.columns(d), dtype=a.dtype).expand(len(a), -1, -1)
 
@@ -104,7 +112,7 @@ def a_stack_is_solved_as_its_matrices(case: SolverCase[AnySolver]) -> None:
 
 
 UNLIKE = " matrices whose norms differ by factors of up to 1e16"
-"""Text about the result of `unlike`, after the number of its matrices."""
+"""Text for errors about the matrices that `unlike` returns. It follows their number."""
 
 
 def unlike(a: Tensor) -> Tensor:
@@ -158,7 +166,9 @@ def arguments_are_not_written_to(case: SolverCase[AnySolver]) -> None:
 
 
 def results_keep_dtype_and_device(case: SolverCase[AnySolver]) -> None:
-    """In float32 and float64 the result has the dtype, device and shape of the matrix."""
+    """In float32 and float64 the result has the dtype and device of the matrices. Its shape is theirs, but bases may
+    have fewer columns.
+    """
     for dtype in (torch.float32, torch.float64):
         a = definite(dtype=dtype)
         out = solve(case.component, a)
@@ -283,7 +293,10 @@ _ABSOLUTE_RIDGE = " (with an absolute ridge: give no `degree`, or multiply the r
 
 
 def roots_turn_and_scale_with_the_matrix(case: SolverCase[RootSolver]) -> None:
-    """(U A U^T)^-e = U A^-e U^T for orthogonal U, (c A)^-e = c^-e A^-e for numbers c > 0, and roots are symmetric."""
+    """(U A U^T)^-e = U A^-e U^T for orthogonal U, (c A)^-e = c^(k e) A^-e for c = 1e6, and roots are symmetric.
+
+    k is the declared `degree`. The first equation is checked only with `rotates`, and the second only with a degree.
+    """
     a, u, solver = definite(), rotation(6, 1), case.component
     root = solve(solver, a)
     require_close(root, root.mT, 1e-14, "the root and its transpose")
@@ -304,10 +317,11 @@ def a_root_undoes_its_matrix(case: SolverCase[RootSolver]) -> None:
     """A^-e f(A)^e = I, where A^-e is the solver's root, and f is the method `regularized`, which is applied to the
     eigenvalues of A. f adds the solver's ridge, and treats small eigenvalues as the solver does.
 
-    I is the identity on eigenvectors that f does not leave out. The tolerance is 1e-2, which allows for the residual.
-    It is larger if f changes an eigenvalue by a larger fraction: then it is this fraction, but at most 1/2. This allows
-    for a ridge in root() that is proportional to a bound of the largest eigenvalue. The law also checks that a solver
-    refuses exponents that it does not support, with a message.
+    If f returns 0 for an eigenvalue, the solver leaves it out, and I has 0 in its place. The tolerance is usually 1e-2,
+    which allows for the residual of the solver. If f changes an eigenvalue by a larger fraction than 1e-2, the
+    tolerance is this fraction, but at most 1/2. This allows for a ridge in root() that is proportional to a bound of
+    the largest eigenvalue. The law also checks that a solver refuses exponents that it does not support, with a
+    message.
     """
     a, solver = definite(), case.component
     values, q = torch.linalg.eigh(a)
@@ -343,8 +357,10 @@ def _treated(solver: RootSolver, values: Tensor) -> Tensor:
 
 
 def roots_come_with_a_report(case: SolverCase[RootSolver]) -> None:
-    """A result has iterations, residual and definiteness for each matrix. The residual for a positive definite matrix
-    is small, and its root is positive definite, unless `regularized` leaves out an eigenvalue.
+    """A `Root` has the fields `iterations`, `residual` and `definite` for each matrix.
+
+    For positive definite matrices, residuals are below 1. `definite` is True for a matrix unless `regularized` returns
+    0 for one of its eigenvalues.
     """
     for dtype in (torch.float32, torch.float64):
         root = case.component.root(definite(dtype=dtype), usual_exponent(case.component))

@@ -43,7 +43,8 @@ class StageBench:
     counts: `[N]`, number of gradients that each block has received.
     lagging: True if the stage, or a stage inside it, applies its state to a gradient before it learns from the gradient
         (`Traits.lagged`). The first gradient of a block then only initializes the state.
-    spans: True if the stage, or a stage inside it, needs sums over all blocks of a parameter.
+    spans: True if the stage, or a stage inside it, needs sums over all blocks of a parameter. On the bench each block
+        is a parameter of its own.
     """
 
     def __init__(
@@ -134,7 +135,10 @@ class StageBench:
         return run_stacks([run], [context.param_ids])[0] if self.spans else run()
 
     def measures(self, rows: slice) -> dict[str, Tensor]:
-        """Return what the method `measures` of the stage returns for the blocks with the given indices."""
+        """Return the measures that the stage reports for some blocks: by name, one number for each block, `[n]`.
+
+        rows: the indices of the n blocks, as a slice.
+        """
         chosen = np.arange(self.blocks)[rows]
         nothing_written = torch.zeros(len(chosen), dtype=torch.bool)
         state = State(self.tensors, self.block, self.path, rows, nothing_written, Storage(self.encoded))
@@ -146,6 +150,8 @@ class StageBench:
 
         The signal of a block does not depend on which other blocks are chosen. For slots with `total=True`,
         `context.total` returns 1 instead of the sum over all blocks of all parameters.
+
+        chosen: indices of the blocks, as a NumPy array.
         """
         steps, seeds, device = self.counts[chosen] - int(self.lagging), self.seeds[chosen], torch.get_default_device()
         signals = signals_of(self.requested.values(), self.block, seeds, self.dtype)
@@ -264,7 +270,11 @@ class StageCase(Case[Stage]):
 
 @contextmanager
 def on(block: tuple[int, ...], what: str = "") -> Iterator[None]:
-    """Add the shape of the blocks, and the text `what`, to errors that are raised in the `with` statement."""
+    """Return a context that adds the shape of the blocks to the errors that are raised in it.
+
+    block: the shape.
+    what: more text to add, such as the dtype.
+    """
     where = f"on blocks of shape {block}" + (f", {what}" if what else "")
     try:
         yield

@@ -145,7 +145,9 @@ def inputs_are_never_written_to(case: StageCase) -> None:
 
 
 def numbers_stay_finite(case: StageCase) -> None:
-    """Direction and state are finite for gradients that are zero, huge, tiny or rank-deficient, or change abruptly."""
+    """Direction and state are finite for gradients that are zero, huge, tiny or rank-deficient, or change abruptly, and
+    no root or basis fails.
+    """
     for block in case.blocks:
         given = {name: some[: case.steps] for name, some in difficult(block)}
         stack = case.bench(block, 3 * len(given), torch.float32)
@@ -246,8 +248,11 @@ _MIXED = in_parentheses("does the stage use sums or norms of several entries? Th
 
 
 def a_declared_moment_is_adams(case: StageCase) -> None:
-    """A stage whose traits declare a moment of Adam computes Adam's formula, because the engine may run torch's fused
-    kernel in its place."""
+    """A stage whose traits declare a first or second moment of Adam computes it exactly as `FirstMoment` or
+    `SecondMoment` says.
+
+    The optimizer may run torch's fused kernel in place of such a stage.
+    """
     for block in case.blocks:
         if (moment := case.component.cached_traits(block).moment) is None:
             continue
@@ -310,9 +315,10 @@ _FRAME = in_parentheses(
 
 
 def _no_frames(case: StageCase) -> str | None:
-    """Return the reason to skip `slots_follow_their_frame_when_signs_change`, or None if it applies. It does not apply
-    to a stage with signals (inputs beside the gradient), which keep their sign when the gradients change theirs, or
-    without slots that have a frame.
+    """Return the reason to skip `slots_follow_their_frame_when_signs_change`, or None if it applies.
+
+    It does not apply to a stage that requests signals (inputs beside the gradient), because these keep their sign when
+    the gradients change theirs. It also does not apply to a stage without slots that have a frame.
     """
     if case.component.cached_traits().signals:
         return "it asks for signals, which keep their sign"
@@ -321,7 +327,7 @@ def _no_frames(case: StageCase) -> str | None:
 
 
 def a_copy_of_the_state_resumes_exactly(case: StageCase) -> None:
-    """A copy of the slots is enough to continue a trajectory."""
+    """A trajectory that continues from a copy of the slots has the same bits as one without an interruption."""
     for block in case.blocks:
         with on(block):
             given, twin, (expected, _) = case.gradients(block), case.halfway(block), case.trajectory(block)
@@ -362,7 +368,9 @@ def storage_makes_no_difference(case: StageCase) -> None:
 
 
 def state_is_reported_to_the_byte(case: StageCase) -> None:
-    """The reported bytes of state are the bytes of the declared slots, and all slots are used."""
+    """An optimizer with this stage alone reports the bytes of the declared slots, plus 8 for the count of steps. All
+    slots are used.
+    """
     for block in case.blocks:
         with on(block):
             _, stack = case.trajectory(block)

@@ -96,6 +96,10 @@ class FactorBench:
         """Return a power of the factor of an axis, by an eigendecomposition.
 
         Some statistics need powers of the other axes' factors to compute a contribution.
+
+        context: context of the present step.
+        axis: axis of the block.
+        exponent: exponent of the power.
         """
         a = self.statistic.estimate(self.state, axis, context, behind=1)
         unit, known = mean_eigenvalue(a), has_data(a)
@@ -121,7 +125,10 @@ class FactorBench:
         return self
 
     def estimates(self) -> dict[int, Tensor]:
-        """Return the statistic's estimate for each axis that has a factor."""
+        """Return the estimate of the statistic, which root and basis solvers receive, for each axis that has a factor.
+
+        An estimate is `[N, d, d]`, or `[N, d]` for a diagonal factor.
+        """
         context = self.context()
         return {axis: self.statistic.estimate(self.state, axis, context) for axis in self.axes}
 

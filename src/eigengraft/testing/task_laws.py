@@ -202,7 +202,9 @@ def _without_labels(case: Case[Task]) -> str | None:
 
 
 def the_loss_fits_the_outputs(case: Case[Task]) -> None:
-    """No softmax is applied twice, and each output is compared with its own target. See `loss_fault`."""
+    """The loss applies no softmax to outputs that are probabilities, and compares each output with the target of the
+    same row alone. See `loss_fault`.
+    """
     from eigengraft.experiments.tasks.base import loss_fault
 
     data, model = case.component.load(), case.component.new_model(0).eval()

@@ -62,6 +62,8 @@ def _kinds(tensors: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
 def _require_tensors(found: object, wanted: Sequence[Tensor], what: str, dtype: bool = True) -> None:
     """Raise a LawError unless a method returned a tensor of the right shape for each parameter.
 
+    found: the value that the method returned.
+    wanted: tensors with the right shapes, one for each parameter.
     what: name of the method, for the error.
     dtype: True if the dtypes must be those of `wanted`, too.
     """
@@ -76,7 +78,7 @@ def _require_tensors(found: object, wanted: Sequence[Tensor], what: str, dtype: 
 
 
 class _Bench:
-    """Parameters with their slots, without an optimizer."""
+    """Parameters with their slots, without an optimizer. Averagings and constraints are tried on them."""
 
     def __init__(self, parameters: list[Tensor], slots: Sequence[Mapping[str, Slot]], dtype: torch.dtype) -> None:
         self.parameters, device = parameters, torch.get_default_device()
@@ -133,13 +135,18 @@ class AveragingBench(_Bench):
         self.ran, self.applied = 0, list[None]()
 
     def batch(self, lr: float | Tensor = _LR, mask: Sequence[Tensor] | None = None) -> IterateBatch:
-        """Return the parameters and their iterates at the present step."""
+        """Return the parameters and their iterates at the present step, as the methods of an averaging receive them.
+
+        lr: learning rate.
+        mask: for each parameter, a 0-d bool tensor, True if the parameter is updated. None: all are.
+        """
         return IterateBatch(self.parameters, self.slots, self.steps.copy(), lr, mask, peak_lr=_LR)
 
     def step(self, lr: float | Tensor = _LR, mask: Sequence[Tensor] | None = None, decay: float = 0.0) -> None:
         """Update all parameters once, by random directions that follow from the number of the step.
 
-        mask: for each parameter, True if it is updated. None: all are.
+        lr: learning rate.
+        mask: for each parameter, a 0-d bool tensor, True if the parameter is updated. None: all are.
         decay: alpha in  W <- W - lr alpha W - lr U.
         """
         if self.ran == 0:
@@ -151,7 +158,10 @@ class AveragingBench(_Bench):
         self.averaging.step(self.batch(lr, mask), _CountedUpdate(updates, rates, mask, calls=self.applied))
 
     def run(self, steps: int = _STEPS, decay: float = 0.0) -> AveragingBench:
-        """Run several steps, and return this bench."""
+        """Run several steps, and return this bench.
+
+        decay: alpha, as in `step`.
+        """
         for _ in range(steps):
             self.step(decay=decay)
         return self
@@ -167,8 +177,8 @@ def iterates_have_the_shape_of_their_parameter(case: Case[Averaging]) -> None:
 
 
 def the_update_is_applied_once_a_step(case: Case[Averaging]) -> None:
-    """`step` receives a function `update` and calls it exactly once, on the base iterates. `update` also applies weight
-    decay and constraints.
+    """`step` receives a function `update`, which changes tensors in place by update, weight decay and constraints.
+    `step` calls it exactly once.
     """
     for dtype in _DTYPES:
         bench = AveragingBench(case.component, dtype)
@@ -251,8 +261,8 @@ def slots_are_all_the_memory(case: Case[Averaging]) -> None:
 
 
 def without_updates_nothing_moves(case: Case[Averaging]) -> None:
-    """While all updates are 0, the evaluated iterate stays equal to the parameter. The tolerance is 1e-6, because the
-    sums of an average are rounded.
+    """While all updates are 0, the trained and the evaluated iterate stay equal to the initial parameter. The tolerance
+    is 1e-6, because the sums of an average are rounded.
     """
     bench = AveragingBench(case.component, size=0.0)
     start = _copies(bench.parameters)
@@ -352,7 +362,13 @@ class ConstraintBench(_Bench):
         mask: Sequence[Tensor] | None = None,
         shard_sums: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Run one step: write updates into the parameters under the constraint."""
+        """Run one step: write updates into the parameters under the constraint.
+
+        lr: learning rate.
+        mask: for each parameter, a 0-d bool tensor, True if the parameter is updated. None: all are.
+        shard_sums: function that adds one number for each parameter, `[n]`, over all shards of the parameter. None: the
+            parameters are not sharded.
+        """
         context = replace(self.context(lr), shard_sums=shard_sums, mask=mask)
         if self.steps == 0:
             self.constraint.begin(self.slots, [p.to(self.compute) for p in self.parameters], context)
@@ -366,7 +382,10 @@ class ConstraintBench(_Bench):
         return self.shard(_drawn(self.places[place], 10 * self.steps + 10, self.compute) * self.size)
 
     def run(self, steps: int = _STEPS, shard_sums: Callable[[Tensor], Tensor] | None = None) -> ConstraintBench:
-        """Run several steps, and return this bench."""
+        """Run several steps, and return this bench.
+
+        shard_sums: as in `step`.
+        """
         for _ in range(steps):
             self.step(shard_sums=shard_sums)
         return self
@@ -380,8 +399,8 @@ def slots_have_the_shape_of_their_parameter(case: ConstraintCase) -> None:
 
 
 def results_are_like_what_was_given(case: ConstraintCase) -> None:
-    """`adjust` and `retract` return a tensor of the right shape and dtype for each parameter, and do not write to the
-    tensors that they receive.
+    """`adjust` and `retract` return a tensor of the right shape and dtype for each parameter. They, and `begin`, do not
+    write to the tensors that they receive.
     """
     for dtype in _DTYPES:
         bench = ConstraintBench(case.component, dtype)
