@@ -236,6 +236,8 @@ class CommPlan:
         message.
 
         group: index of the block group to which the block belongs.
+        block: the block.
+        rank: the rank that holds the entries.
         """
         layout = self.layouts[block.position]
         held = layout.boxes[rank]
@@ -243,11 +245,13 @@ class CommPlan:
         return [Transfer(group, block, region, held, dtype) for region in regions(layout.shape, block.grid, held)]
 
     def _sends(self, rank: int, owner: int, transfer: Transfer) -> bool:
-        """Return True if a rank sends the gradients of a transfer to the owner.
+        """Return True if a rank sends the gradients of a transfer to the owner of the block.
 
         A rank sends gradients only if the rank belongs to the same copy of the model (replica) as the owner.
 
-        transfer: entries of one block that the rank holds.
+        rank: the rank that holds the entries.
+        owner: the rank that owns the block.
+        transfer: the entries, which are of one block.
         """
         replicas = self.layouts[transfer.position].replicas
         return replicas[rank] == replicas[owner]
@@ -267,6 +271,9 @@ def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
 
     The groups of a round have the same dtypes, and together at most `limit` bytes of updates. A larger group begins a
     round of its own. A group whose field `joined` is True is always in the round of the group before it.
+
+    block_groups: the groups, in the order in which they are sent.
+    limit: largest size of a round, in bytes of the updates of all ranks.
     """
     rounds: list[list[int]] = []
     size, last = 0, None

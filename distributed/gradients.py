@@ -220,6 +220,9 @@ def differ(message: Tensor, now: Tensor) -> Tensor | bool:
     """Return True if two messages of equal length and dtype differ in any bit.
 
     On a device the result is a 0-d bool tensor, so that the host does not wait.
+
+    message: the message that was sent during backward.
+    now: the message packed from the present gradients.
     """
     one, other = as_integers(message), as_integers(now)
     if one.device.type == "cpu":
@@ -238,9 +241,12 @@ LATE = (
 
 
 def _hook(gather: ref[BackwardGather], position: int) -> Callable[[Tensor], None]:
-    """Return the hook that torch calls after a gradient is written.
+    """Return the hook that torch calls after a gradient is written. The hook calls `BackwardGather.note`.
 
     The hook does nothing after the `BackwardGather` has been deleted.
+
+    gather: weak reference to the `BackwardGather`.
+    position: position of the gradient's parameter.
     """
 
     def written(_: Tensor) -> None:

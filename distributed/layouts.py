@@ -32,7 +32,11 @@ if TYPE_CHECKING:  # this import takes as long as that of all of this library
 
 
 def chunk_length(length: int, ranks: int) -> int:
-    """Return the length of the parts into which torch.chunk cuts an axis. The last parts may be shorter, or empty."""
+    """Return the length of the parts into which torch.chunk cuts an axis. The last parts may be shorter, or empty.
+
+    length: length of the axis.
+    ranks: number of parts.
+    """
     return -(-length // ranks)
 
 
@@ -56,14 +60,22 @@ class Layout:
     @classmethod
     @lru_cache(maxsize=1024)
     def replicate(cls, shape: tuple[int, ...], ranks: int) -> Layout:
-        """Return the layout of a plain tensor (DDP): every rank holds all entries."""
+        """Return the layout of a plain tensor (DDP): every rank holds all entries.
+
+        shape: shape of the tensor.
+        ranks: number of ranks.
+        """
         parts = cls.by_rows(shape, ranks) if shape and 0 not in shape and ranks > 1 else None
         return cls(shape, (whole_box(shape),) * ranks, tuple(range(ranks)), parts)
 
     @classmethod
     @lru_cache(maxsize=1024)
     def by_rows(cls, shape: tuple[int, ...], ranks: int) -> Layout:
-        """Return the layout of a tensor that is cut along its first axis, as by torch.chunk."""
+        """Return the layout of a tensor that is cut along its first axis, as by torch.chunk.
+
+        shape: shape of the full tensor.
+        ranks: number of ranks among which it is cut.
+        """
         boxes = tuple(_cut(whole_box(shape), [(0, ranks, rank)]) for rank in range(ranks))
         return cls(shape, boxes, (0,) * ranks)
 
@@ -190,6 +202,9 @@ def _order(mesh: tuple[int, ...], placements: Sequence[Placement]) -> list[int]:
     Usually this is the order of the mesh. A mesh axis with a strided shard is an exception: all mesh axes with a larger
     index that cut the same axis of the tensor cut before it. For example, with fully_shard over tensor parallelism, the
     tensor-parallel axis is the last mesh axis and cuts first.
+
+    mesh: shape of the device mesh.
+    placements: placement of the tensor along each axis of the mesh.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -235,14 +250,15 @@ def _cut(box: Box, cuts: Sequence[tuple[int | None, int, int]]) -> Box:
 def local_gradients(
     names: Sequence[str], parameters: Sequence[Tensor], rank_group: RankGroup | None
 ) -> list[Tensor | None]:
-    """Return this rank's entries of each parameter's gradient, in the layout of the parameter.
-
-    A parameter without a gradient has None.
+    """Return this rank's entries of each parameter's gradient, in the layout of the parameter. None: the parameter has
+    no gradient.
 
     A DTensor gradient with placements that differ from its parameter's, such as a partial sum, is redistributed by all
     ranks of its mesh. `parameter.grad` is not changed. Raises ValueError for a gradient that cannot get the layout of
     its parameter, and DistributedError if ranks fail to redistribute.
 
+    names: names of the parameters in errors.
+    parameters: the parameters.
     rank_group: the ranks that share the parameters; None: this process shares no parameters.
     """
     gradients = [parameter.grad for parameter in parameters]

@@ -138,6 +138,7 @@ class ParamGather:
     def _receive_parts(self, held: Mapping[int, Tensor], chosen: Sequence[Rows], data: Tensor) -> None:
         """Copy the rows that other ranks have updated into this rank's shards.
 
+        held, chosen: as in `_send_parts`.
         data: the received message `[n]`, the result of the collective that `_send_parts` has started.
         """
         targets = [x for views in self._targets(held, chosen) for x in views]
@@ -148,6 +149,8 @@ class ParamGather:
 
         The result has a list for each rank r, with a view of each set of rows in `chosen` that rank r has updated. The
         list is empty for this rank, and for ranks that do not hold the same entries.
+
+        held, chosen: as in `_send_parts`.
         """
         ranks = range(self.rank_group.size)
         return [[self._view(held, rows, rank) for rows in chosen if self._share(rows, rank)] for rank in ranks]
@@ -158,9 +161,11 @@ class ParamGather:
         return rank != me and rank in self.layouts[rows.position].holders[me]
 
     def _view(self, held: Mapping[int, Tensor], rows: Rows, rank: int) -> Tensor:
-        """Return those of the given rows of a parameter that rank `rank` updates, as a view of this rank's shard.
+        """Return those rows of a set that one rank updates, as a view of this rank's shard of the parameter.
 
-        Rank `rank` holds the same entries of the parameter as this rank.
+        held: this rank's shard of each parameter, by position.
+        rows: the set of rows of one parameter, counted from the first row of the part that a rank updates.
+        rank: the rank that updates the rows. It holds the same entries of the parameter as this rank.
         """
         layout = self.layouts[rows.position]
         assert layout.parts is not None

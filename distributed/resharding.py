@@ -46,13 +46,19 @@ class Entry:
         return Layout.by_rows(self.shape, ranks).boxes[rank] if self.shape else whole_box(())
 
     def nbytes(self, rank: int, ranks: int) -> int:
-        """Return the size in bytes of the shard that a rank has in a checkpoint."""
+        """Return the size in bytes of the shard that a rank has in a checkpoint.
+
+        ranks: number of ranks among which the tensor is cut.
+        """
         return self.box(rank, ranks).numel * self.dtype.itemsize
 
     def shard(self, data: Tensor, rank: int, ranks: int) -> Tensor:
-        """Return the shard of a rank from its bytes `data`.
+        """Return the shard that a rank has in a checkpoint, made from its bytes.
 
         The bytes are copied, because a view in another dtype must begin at a multiple of that dtype's size.
+
+        data: uint8 `[n]`, the bytes of the shard.
+        ranks: number of ranks among which the tensor is cut.
         """
         return data.clone().view(self.dtype).reshape(self.box(rank, ranks).shape)
 

@@ -62,7 +62,10 @@ class Solver(BaseSolver):
         self.run_once(stop_val=10)
 
     def run(self, cb: Any) -> None:
-        """Train from the initial weights until the callback ends the run or all steps are made."""
+        """Train from the initial weights until the callback ends the run or all steps are made.
+
+        cb: function of benchopt that evaluates the model, and returns True if the run continues.
+        """
         self.model.load_state_dict(self.initial)
         rank, ranks = (0, 1) if self.dist is None else (self.dist.get_rank(), self.dist.get_world_size())
         data = self.train_dataloader.get_distributed_data_generator(
@@ -88,6 +91,8 @@ class Solver(BaseSolver):
     def _evaluated(self, cb: Any, optimizer: Any) -> bool:
         """Let benchopt evaluate the model with the weights that the recipe provides for evaluation, such as averaged
         weights. Return True if the run continues.
+
+        cb: as in `run`.
         """
         optimizer.eval()
         try:

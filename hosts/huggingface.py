@@ -63,8 +63,11 @@ def _factory() -> Callable[..., Optimizer]:
 def _optimizer(
     model: nn.Module, recipe: Any, lr: float | None, weight_decay: float | None, overrides: Mapping[str, Any]
 ) -> Optimizer:
-    """Return an optimizer with the two param groups of a Trainer: one with weight decay, and one without for norms
-    and biases.
+    """Return an optimizer with the two param groups of a Trainer: one with weight decay, and one without for norms and
+    biases.
+
+    model: the model.
+    recipe, lr, weight_decay, overrides: as in `optimizer_factory`.
     """
     unused: Any = None
     decaying = set(Trainer.get_decay_parameter_names(unused, model))

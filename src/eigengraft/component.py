@@ -448,6 +448,8 @@ def is_final(attribute: object) -> bool:
 def _refuse_hidden_methods(cls: type[Component], fields: Set[str]) -> None:
     """Raise TypeError if a field of `cls` has the name of an inherited method or property. A call of the method would
     get the value of the field instead.
+
+    fields: names of the fields.
     """
     for base in cls.__mro__[1:]:
         for name in sorted(fields & vars(base).keys() if base not in BaseModel.__mro__ else ()):
@@ -500,7 +502,10 @@ def _refuse_other_decorators(cls: type[Component], name: str, own: object, base:
 
 
 def _accepts_calls_of(own: FunctionType, inherited: FunctionType) -> bool:
-    """Return True if a method accepts every number of positional arguments that the inherited one accepts."""
+    """Return True if a method accepts every number of positional arguments that an inherited method accepts.
+
+    own: the method of the class, which replaces the inherited one.
+    """
     ours, theirs = own.__code__, inherited.__code__
     needed = ours.co_argcount - len(own.__defaults__ or ())
     enough = bool(ours.co_flags & inspect.CO_VARARGS) or ours.co_argcount >= theirs.co_argcount
@@ -750,6 +755,7 @@ that parses one."""
 def _text_in_place_of_number(got: str, noun: str, parse: Callable[[str], float]) -> str:
     """Return the message about a text in a field of numbers. A number in quotes is a text, too.
 
+    got: the text.
     noun: noun for the number.
     parse: function that returns the number that a text contains, and raises ValueError if it contains none.
     """

@@ -66,7 +66,8 @@ def did_you_mean(
 
     Names that are equally near, such as int4 and int8 for int9, are all suggested, up to three.
 
-    first: names to suggest in place of near names.
+    cutoff: least similarity of near names, as in `near_names`.
+    first: names of which the first is suggested in place of near names.
     separator: beginning of the question, after the text of the error.
     """
     near = list(first)[:1] or near_names(name, known, cutoff)
@@ -178,7 +179,11 @@ def hide_installed_lines() -> None:
 
 
 def import_optional(package: str, needed_by: str) -> Any:
-    """Return an optional package. Raise RecipeError with the line that installs it if it is not installed."""
+    """Return an optional package. Raise RecipeError with the line that installs it if it is not installed.
+
+    package: name of the package.
+    needed_by: name of the component that needs the package, for the error.
+    """
     try:
         return import_module(package)
     except ImportError:

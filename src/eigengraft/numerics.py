@@ -718,9 +718,11 @@ def rectified(v: Tensor, steps: int, safe: bool = False) -> Tensor:
 
 
 def safe_factor(v: Tensor) -> Tensor:
-    """Return a number c <= 1 for each matrix V `[N, d, r]`, so that the singular values of c V are below sqrt 3.
+    """Return a number c <= 1 for each matrix V, `[N]`, so that the singular values of c V are below sqrt 3.
 
-    c is 1 if the bound of `rectified` shows that V needs no scaling. The result is `[N]`.
+    c is 1 if the bound of `rectified` shows that V needs no scaling.
+
+    v: the matrices V `[N, d, r]`.
     """
     return _made_safe(v)[2]
 

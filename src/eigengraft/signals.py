@@ -177,7 +177,10 @@ class Asks(Protocol):
 
 
 def requested(own: Asks) -> frozenset[str]:
-    """Return the names of all signals that a stage or a constraint requests in any step."""
+    """Return the names of all signals that a stage or a constraint requests in any step.
+
+    own: the stage or the constraint.
+    """
     return frozenset(request.name for request in own.requests)
 
 
@@ -205,7 +208,10 @@ def require_signals(stages: Iterable[tuple[str, Asks]], constraints: Sequence[tu
 
 
 def asking(stages: Iterable[tuple[str, Asks]]) -> dict[str, str]:
-    """Return {name of a signal: path of the first stage that requests the signal}."""
+    """Return {name of a signal: path of the first stage that requests the signal}.
+
+    stages: every stage with its path.
+    """
     found: dict[str, str] = {}
     for path, stage in stages:
         for name in sorted(requested(stage)):

@@ -203,7 +203,12 @@ class Codec(Protocol):
         """
 
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
-        """Return the slot `[N, *shape]` that the tensors encode, in `dtype`."""
+        """Return the slot `[N, *shape]` that encoded tensors stand for.
+
+        encoded: the tensors that `encode` has returned.
+        slot: the declaration of the slot.
+        dtype: dtype of the result.
+        """
 
 
 @dataclass(frozen=True)
@@ -229,18 +234,28 @@ class Watch(Protocol):
     """
 
     def loaded(self, key: str, value: Tensor) -> None:
-        """Called after a slot was loaded. key: "<stage path>/<slot>"."""
+        """Called after a slot was loaded.
+
+        key: "<stage path>/<slot>".
+        value: the loaded slot, which the stage receives.
+        """
 
     def storing(self, key: str, value: object, rows: int, dtype: torch.dtype) -> None:
         """Called before a slot is written back. Raises an error if the value does not fit.
 
+        key: "<stage path>/<slot>".
         value: the assigned value.
         rows: number of rows of the slot.
         dtype: dtype that the slot was loaded in.
         """
 
     def stored(self, state: State, name: str, value: Tensor) -> None:
-        """Called after a slot was written back."""
+        """Called after a slot was written back.
+
+        state: state of the stage.
+        name: name of the slot.
+        value: the assigned value.
+        """
 
     def call(self, what: str, inputs: Mapping[str, Tensor], state: State) -> AbstractContextManager[None]:
         """Return the context manager in which a hook of a stage runs.
@@ -252,7 +267,11 @@ class Watch(Protocol):
         ...
 
     def returned(self, value: object, direction: Tensor) -> None:
-        """Receive the value that `apply` returned. direction: the direction that `apply` received."""
+        """Receive the value that `apply` returned.
+
+        value: the returned value.
+        direction: the direction that `apply` received.
+        """
 
 
 class DelayedRefreshes(Protocol):
@@ -311,6 +330,8 @@ class Storage:
     def uniform(self, key: str) -> Uniform | None:
         """Return the function that draws random numbers for stochastic rounding of one slot, or None if values are
         rounded to nearest.
+
+        key: "<stage path>/<slot>". Different slots have independent random numbers.
         """
         counters = self.counters
         if counters is None:

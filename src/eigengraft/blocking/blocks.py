@@ -510,7 +510,7 @@ class Blocking(Component):
     def grids(self, shape: tuple[int, ...], matrices: Matrices = ONE_TENSOR) -> tuple[BlockGrid, ...]:
         """Return grids of blocks that cover a parameter of the given shape; none for an empty parameter.
 
-        Each matrix of the parameter is cut separately.
+        matrices: the matrices of the parameter. Each is cut separately.
         """
         return _grids(self, tuple(shape), matrices)
 

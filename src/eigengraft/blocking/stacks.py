@@ -308,6 +308,7 @@ def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
     Raises ValueError if the rows of a block have different inputs, or if its columns have different outputs.
 
     index: for each entry of the blocks, the number of its input (or output), as in `SideMatrix.index`, `[N, *block]`.
+    side: inputs or outputs.
     """
     flat = index.flatten(2) if index.ndim > 2 else index.unsqueeze(-1)
     flat = flat if side == "inputs" else flat.mT

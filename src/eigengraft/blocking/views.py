@@ -486,6 +486,8 @@ def _multihead_attention(module: nn.MultiheadAttention) -> FoundMatrices:
 def _latent(module: nn.Module, h: int) -> FoundMatrices:
     """Yield the matrices of multi-head latent attention (DeepSeek-V2): heads of queries, and heads of keys and values
     that are computed from latent vectors.
+
+    h: number of heads of queries.
     """
     nope, rope = _number(module, "qk_nope_head_dim") or 0, _number(module, "qk_rope_head_dim") or 0
     values, rank = _number(module, "v_head_dim") or 0, _number(module, "kv_lora_rank") or 0
@@ -533,6 +535,9 @@ def _sectioned(module: nn.Module, h: int, d: int | None) -> FoundMatrices:
 def _interleaved(module: nn.Module, h: int, d: int | None) -> FoundMatrices:
     """Yield the matrices of interleaved projections: [q k v] for each head in GPT-NeoX and BLOOM, [q ... q k v] for
     each group of heads in Falcon and Megatron.
+
+    h: number of heads of queries.
+    d: length of a head; None: the length follows from the number of rows of the weight.
     """
     for name in INTERLEAVED:
         weight = weight_of(module, name)

@@ -306,7 +306,10 @@ def draws_average_out(case: QuantizerCase) -> None:
 
 
 def _draws(seed: int) -> Uniform:
-    """Return a function that draws random numbers for stochastic rounding."""
+    """Return a function that draws random numbers for stochastic rounding.
+
+    seed: number from which the random numbers follow.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(like: Tensor, purpose: str) -> Tensor:

@@ -115,8 +115,7 @@ class ScheduleCase(Case[Any]):
 
 
 def factors_are_numbers_from_zero_to_one(case: ScheduleCase) -> None:
-    """Every factor that `decay(t)` returns is a finite float in [0, 1]. t is a fraction of the run after the warm-up.
-    """
+    """Every factor that `decay(t)` returns is a finite float in [0, 1]. t is a fraction of the run after warm-up."""
     for step in range(case.steps + 1):
         t = (step - case.component.warmup_steps) / (case.steps - case.component.warmup_steps)
         if t < 0:

@@ -54,7 +54,11 @@ def the_contract_is_kept(case: StageCase) -> None:
 
 
 def _steps(bench: StageBench, gradient: Tensor, direction: Tensor) -> None:
-    """Run two steps with the same gradient, because a lagged stage only initializes its statistics in the first one."""
+    """Run two steps with the same gradient and direction, because a lagged stage only initializes its statistics in the
+    first step.
+
+    bench: the stage.
+    """
     for _ in range(2):
         bench.step(gradient, direction)
 
