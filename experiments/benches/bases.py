@@ -35,13 +35,15 @@ _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "power_qr"}, {
 
 
 class BasisBench(MatrixBench):
-    """Every solver on every spectrum, size and dtype, with a statistic A_k = beta A_(k-1) + (1 - beta) G G^T / d that
-    drifts.
+    """Measure every basis solver on a statistic whose eigenvectors turn slowly, for every spectrum, size and dtype.
 
-    A solver refreshes the eigenbasis of A_k every `every` steps. G `[d, d]` is the gradient of step k. Its columns have
-    covariance U_k diag(lambda) U_k^T, where lambda is the spectrum. The eigenvectors U_k turn by `drift` radians per
-    step, so that a solver starts from a basis that is slightly out of date, as in training. If `record` names a run, G
-    are the gradients of this run. If `checkpoint` names a saved state, its statistic is used at every refresh.
+    A_k = beta A_(k-1) + (1 - beta) G G^T / d is the statistic at step k, and G `[d, d]` is the gradient of this step. A
+    solver refreshes the eigenbasis of A_k every `every` steps. The columns of G have covariance U_k diag(lambda) U_k^T,
+    where lambda is the spectrum. The eigenvectors U_k turn by `drift` radians per step, so that a solver starts from a
+    basis that is slightly out of date, as in training.
+
+    If `record` names a run, the statistics are computed from the gradients of this run. If `checkpoint` names a saved
+    state, the statistic is that of the state, the same at every refresh.
     """
 
     kind: Literal["bases"] = "bases"
@@ -94,7 +96,8 @@ class BasisBench(MatrixBench):
     def _paths(self) -> Iterator[tuple[str, int, Any]]:
         """Yield (name, size, function) for each statistic on which solvers are measured.
 
-        The function returns the values of the statistic at all refreshes, as a list of tensors `[N, d, d]`.
+        The name is the label of a spectrum, or the names of a parameter and its factor. The size is the order d. The
+        function has no arguments, and returns the statistic at every refresh as a list of tensors `[N, d, d]`.
         """
         last = max(self.refreshes)
         if self.record is not None:
@@ -185,9 +188,11 @@ class BasisBench(MatrixBench):
 
 
 def _quality(a: Tensor, q: Tensor) -> Row:
-    """Return, by column of the results, how far a basis is from the eigenvectors of a statistic.
+    """Return four columns of the results: three errors of the bases, and the number r of their columns.
 
-    a: the statistics A `[N, d, d]`.
+    See `BasisBench.columns` for the errors.
+
+    a: the statistics A `[N, d, d]`, whose eigenvectors the columns of the bases approximate.
     q: the bases Q `[N, d, r]` to measure.
     """
     a, q = a.double(), q.double()
@@ -206,5 +211,5 @@ def _quality(a: Tensor, q: Tensor) -> Row:
 
 
 def _drawn(row: Row) -> float:
-    """Return the off-diagonal ratio of a row, at least 1e-17, because a logarithmic axis has no 0."""
+    """Return the column `offdiagonal` of a row of the results, at least 1e-17: a logarithmic axis has no 0."""
     return max(number_of(row, "offdiagonal"), 1e-17)

@@ -53,12 +53,12 @@ def default_members(
     usual: Callable[[str], Declaration] = kind_alone,
     keep: Callable[[Any], bool] = bool,
 ) -> Callable[[], tuple[Any, ...]]:
-    """Return a function that makes the default candidates of a bench: a list of declarations, one for each kind.
+    """Return a function without arguments that makes the default candidates of a bench, as a tuple of components.
 
     family: family of components to which the candidates belong.
-    preferred: declarations of the first candidates.
+    preferred: declarations of the first candidates. All other kinds of the family that need no fields follow.
     usual: function from a kind to a declaration of this kind. Its fields are used where `preferred` does not set them.
-    keep: function of a candidate that returns False if the candidate is to be left out.
+    keep: function that receives a candidate, and returns False if the candidate is to be left out.
     """
 
     def make() -> tuple[Any, ...]:
@@ -69,9 +69,9 @@ def default_members(
 
 
 def kinds_as(usual: Callable[[str], Declaration]) -> BeforeValidator:
-    """Return a pydantic validator of a list of components, which replaces each plain kind by `usual(kind)`.
+    """Return a pydantic validator of a list of components. It replaces an item that is only a kind by `usual(kind)`.
 
-    usual: function from a kind, such as "eigh", to the declaration with which a bench measures it.
+    usual: function from a kind, such as "eigh", to the declaration of the component that a bench measures.
     """
     return BeforeValidator(
         lambda value: tuple(usual(item) if isinstance(item, str) else item for item in listed(value))
@@ -90,7 +90,7 @@ def listed(value: Any) -> Any:
 
 
 def label(component: Component, usual: Callable[[str], Declaration] = kind_alone, always: Collection[str] = ()) -> str:
-    """Return `kind field=value ...` with the fields that differ from those of `usual(kind)`.
+    """Return the label of a component: `kind field=value ...` with the fields that differ from those of `usual(kind)`.
 
     Nested components are labeled in the same way.
 
@@ -125,7 +125,11 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def parse_shapes(value: Any) -> Any:
-    """Read `[m, n]` and `mxn` as shapes and a single number as a square. One shape becomes a list of one."""
+    """Return the shapes that a list declares, as a tuple of pairs (m, n).
+
+    An item of the list is `[m, n]`, the text `mxn`, or a number n for the shape (n, n). A single item is accepted in
+    place of a list.
+    """
     single = isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(item, int) for item in value)
     return tuple(_parse_shape(item) for item in ([value] if single else listed(value)))
 
@@ -173,7 +177,8 @@ class Problem:
 class Bench(Component, ABC, family="bench"):
     """A bench: the measurement of every candidate on every problem.
 
-    Except for times, rows depend only on the declaration. If a candidate fails on a problem, its row has the reason.
+    Except for times, the rows of the results depend only on the fields of the bench. If a candidate raises an error on
+    a problem, its row has the error in the column `problem`.
     """
 
     device: DeviceName = Field("cpu", description="cpu, cuda or cuda:N")
@@ -196,12 +201,13 @@ class Bench(Component, ABC, family="bench"):
         return label(candidate)
 
     def measure(self, candidate: Any, given: Any) -> Iterable[Row]:
-        """Measure one candidate on one problem. Only a bench with its own `cells_of` does not need this method.
+        """Measure one candidate on one problem, and yield the measured columns of each row.
+
+        If a field of the problem has the name of a measured column, the row has the measured value. If the candidate
+        cannot be measured on this problem, yield the reason as the column `problem`. Every bench overrides this method,
+        unless it overrides `cells_of`.
 
         given: the object that `Problem.make` returned.
-
-        Yield the measured columns of each row. A column replaces the field of the problem with the same name. If the
-        candidate cannot be measured on this problem, yield the reason as the column `problem`.
         """
         raise NotImplementedError
 
@@ -211,7 +217,7 @@ class Bench(Component, ABC, family="bench"):
 
     @abstractmethod
     def panels(self) -> tuple[Panel, Panel]:
-        """Return the descriptions of the two halves of the figure: their axes, and how lines are made of rows."""
+        """Return the descriptions of the two halves of the figure: their axes, and functions that compute lines."""
 
     @abstractmethod
     def recommendations(self) -> Sequence[Recommendation]:
@@ -286,8 +292,8 @@ class Bench(Component, ABC, family="bench"):
             first = []
 
     def _attempt(self, candidate: Any, fields: Mapping[str, Any], given: Any) -> list[Row]:
-        """Measure one candidate on one problem, and return the rows of the results. If it fails, return a row that says
-        why.
+        """Measure one candidate on one problem, and return the rows of the results. If the candidate raises an error,
+        return one row with the error in the column `problem`.
 
         given: the object that `Problem.make` returned.
         """
@@ -337,9 +343,10 @@ class Bench(Component, ABC, family="bench"):
 
 
 def read_bench(name: str) -> dict[str, Any]:
-    """Return the declaration of a bench: that of the YAML file at the path `name`, or of the shipped file `name`.yaml.
+    """Return the declaration of a bench.
 
-    If there is neither, the declaration is the kind `name` without fields.
+    It is the content of the shipped file `name`.yaml, if there is such a file. Otherwise it is the content of the file
+    `name`, if `name` ends in .yaml or .yml. Otherwise it is the kind `name` without fields.
     """
     shipped = Path(__file__).with_name(f"{name}.yaml")
     file = shipped if shipped.is_file() else Path(name)

@@ -149,9 +149,10 @@ class BudgetBench(DampedBench):
         roots: Sequence[tuple[Tensor | None, Tensor]],
         given: LayerFactors,
     ) -> Row:
-        """Return what was measured for one layer whose roots are stored by `storage`: error, time and bytes. If
-        `storage` cannot store a root, return the reason.
+        """Return the error, the time and the bytes of one layer whose roots are stored by `storage`, as columns of the
+        results. If `storage` cannot store a root, return the reason as the column `problem`.
 
+        interval: steps between two roots, by which the time to solve and encode is divided.
         roots: for each factor of the layer, its root and the damped factor.
         """
         name, kept, spent, held = quantizer_label(storage), 1.0, 0.0, 0
@@ -267,15 +268,17 @@ class LayerFactors:
 
 
 def _squares(z: Tensor, a: Tensor) -> Tensor:
-    """Return tr(Z A Z^T) `[N]`."""
+    """Return tr(Z A Z^T) `[N]` for stacks of matrices `[N, d, d]`."""
     return torch.einsum("nij,njk,nik->n", z, a, z)
 
 
 def _front(cost: str) -> view.LinePoints:
     """Return a function that computes the Pareto front of (cost, error) from the rows of a candidate.
 
-    It is computed for the candidate's worst layer: the one on which even its most accurate setting has the largest
-    error.
+    A candidate is a solver, and each of its rows has one layer, interval and storage. The front is that of all
+    intervals and storages on the worst layer, on which their smallest error is largest.
+
+    cost: column of the rows that has the cost, "milliseconds" or "bytes".
     """
 
     def points(rows: BenchRows) -> list[tuple[float, float]]:

@@ -39,9 +39,9 @@ FILE = Path(__file__).with_name("recorded.npz")
 
 @cache
 def recorded_factors() -> Tensor:
-    """Return Shampoo's factors `[N, 64, 64]` in float32 that `record_factors.py` recorded in a training, in its order.
+    """Return factors of Shampoo `[N, 64, 64]` in float32, which `record_factors.py` recorded during a training.
 
-    The result is cached: do not write into it.
+    They are sorted by step, layer and axis. The result is cached: do not write into it.
     """
     with np.load(FILE) as file:
         triangles = torch.from_numpy(np.stack([file[name] for name in sorted(file.files) if name != "made"]))
@@ -70,7 +70,10 @@ class Spectrum(Component, ABC, family="spectrum"):
 
     @abstractmethod
     def stack(self, count: int, d: int, seed: int) -> Tensor | None:
-        """Return at most `count` matrices of order d, or None if the spectrum has no matrices of that order."""
+        """Return at most `count` matrices of order d, as a stack `[N, d, d]`. Return None if there are none of order d.
+
+        seed: seed of the random numbers. Recorded matrices begin with the one at this index, modulo their number.
+        """
 
 
 class Synthetic(Spectrum):
@@ -187,8 +190,10 @@ LONGEST = 1024
 def gradients_of(source: Any, steps: int) -> Iterator[dict[str, Tensor]]:
     """Train an experiment. Yield the gradients of each batch as matrices by name, for parameters with two or more axes.
 
-    The optimizer takes a step after each of the first `steps` batches. Random state and number of threads are those of
-    the experiment. The caller's are restored when the generator is closed.
+    All axes of a gradient after the first are merged into one. The optimizer makes a step after each of the first
+    `steps` batches. The gradients of all later batches, which have no end, are computed at the same weights. Until the
+    generator is closed, the random state and the number of threads are those of the experiment. Then they are those of
+    the caller again.
 
     source: a mapping, an experiment file, or the directory of a run.
     """
@@ -403,14 +408,14 @@ class OwnMatrices(Bench, ABC):
         return self.record is not None
 
     def recommended(self, where: Callable[[Row], str], **fields: Any) -> list[Recommendation]:
-        """Return one rule, as a list, by which the bench recommends its best candidate for each problem.
+        """Return a list of one rule, by which the bench recommends its best candidate for each problem.
 
-        Matrices from a user's own run have names of layers. Candidates are then compared, and one is recommended, for
-        each problem and layer.
+        If the matrices are the user's own, the rule recommends a candidate for each problem and layer. The name of the
+        layer then precedes that of the problem.
 
-        where: function from a row of the results to the name of its problem, such as a size and a dtype, without the
-            layer.
-        fields: fields of `Recommendation`, the rule, except its field `where`.
+        where: function from a row of the results to the name of its problem without the layer, such as a size and a
+            dtype.
+        fields: all other fields of the rule (`Recommendation`).
         """
         named = (lambda row: f"{row[self.layer_field]}: {where(row)}") if self.own else where
         return [Recommendation(named, **fields)]
@@ -488,7 +493,8 @@ class MatrixBench(OwnMatrices, ABC):
 
         error: column of the rows that has the error.
         y: label of the vertical axis.
-        same, band: fields of `Panel`, the description of one half of a figure.
+        same: columns whose value in the first row selects the rows that are drawn, such as "dtype".
+        band: error that is drawn as a horizontal line, to compare with.
         """
         swept = {label(spectrum) for spectrum in self.spectra if isinstance(spectrum, Geometric)}
         keep = bool if self.own else (lambda row: row["spectrum"] in swept)
@@ -504,7 +510,7 @@ class DampedBench(MatrixBench, ABC):
     @field_validator("ridge")
     @classmethod
     def _inverses_exist(cls, ridge: float, info: ValidationInfo) -> float:
-        """Raise ValueError if the ridge is 0 and matrices of a spectrum have no inverse."""
+        """Return the ridge. Raise ValueError if it is 0 and a spectrum of the bench has matrices without an inverse."""
         own = info.data.get("checkpoint") is not None or info.data.get("record") is not None
         without = [label(spectrum) for spectrum in info.data.get("spectra", ()) if spectrum.singular and not own]
         if ridge == 0 and without:

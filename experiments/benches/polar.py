@@ -150,5 +150,5 @@ class PolarBench(OwnMatrices):
 
 
 def _band(rows: Sequence[Row]) -> str:
-    """Return "least - largest" of the singular values in all rows."""
+    """Return the text "A - B", where A is the least and B the largest singular value of the results in all rows."""
     return f"{reduction('low', 'min')(rows):.3f} - {reduction('high', 'max')(rows):.3f}"

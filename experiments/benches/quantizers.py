@@ -112,17 +112,20 @@ def role_of(quantizer: Quantizer, size: int, roles: Iterable[Role]) -> Role | No
 
 
 class QuantizerBench(DampedBench):
-    """Errors of a stored matrix, and of the root (B + r I)^-e with r = ridge lambda_max, for every quantizer, spectrum,
-    size and dtype.
+    """Measure the errors of stored matrices and of the roots computed from them, for every quantizer, spectrum, size
+    and dtype.
 
-    A = V Diag(l) V^T is the matrix, with eigenvectors V and eigenvalues l. The role is the first of `roles` that a
-    quantizer accepts. With the role `statistic`, A is stored, and B is the decoded A. With `basis`, V is stored, and B
-    = W Diag(l) W^T with the decoded basis W and the exact l. With `root`, A^-e is stored, and errors are those of the
-    decoded root.
+    A = V Diag(l) V^T is the exact matrix, with eigenvectors V and eigenvalues l. B is the matrix after storage, and
+    (B + r I)^-e its root, where r is `ridge` times the largest eigenvalue. The role is the first of `roles` that a
+    quantizer accepts. It determines which matrix is stored:
+
+    - `statistic`: A is stored, and B is the decoded A.
+    - `basis`: V is stored, and B = W Diag(l) W^T with the decoded basis W and the exact l.
+    - `root`: (A + r I)^-e is stored, and all errors are those of the decoded root.
 
     Each matrix is encoded `writings` times, each time over the previous codes, because the format `eigen` is made for
-    matrices that change slowly. The last decoding is measured. Error feedback makes a single decoding less accurate,
-    and only the mean of many decodings more accurate, so that its errors look too large here.
+    matrices that change slowly. The last decoding is measured. Error feedback makes the mean of many decodings more
+    accurate, but a single decoding less accurate. Its errors therefore look too large here.
 
     `min_elements` of a quantizer is 1 here if its declaration does not set it. Times do not depend on the values of a
     matrix, and are measured once for each size and dtype.
@@ -183,7 +186,7 @@ class QuantizerBench(DampedBench):
             return None
         values, vectors = torch.linalg.eigh(a)
         if isinstance(spectrum, Synthetic):
-            # The drawn eigenvectors are used, because eigh returns others where eigenvalues are equal.
+            # The drawn eigenvectors replace those of `eigh`, which differ from them where eigenvalues are equal.
             values, vectors = spectrum.eigenvalues(d).expand(len(a), d), orthogonal(len(a), d, self.seed)
         settings = (self.exponent, self.ridge, self.target_device(), DTYPES[dtype], times)
         return StorageProblem(a, values, vectors, *settings)
@@ -210,7 +213,10 @@ class QuantizerBench(DampedBench):
         }
 
     def _times(self, stored: StoredStack) -> dict[str, float]:
-        """Return the times to encode and to decode one matrix, and both speeds relative to a copy of the tensor."""
+        """Return the milliseconds to encode and to decode one matrix, and the speed of both, by column of the results.
+
+        A speed is the number of bytes read and written per second, divided by that of a copy of the stack.
+        """
         works = (stored.encode, stored.x.clone, stored.decode)
         encode, copy, decode = (self.milliseconds(work) / len(stored.x) for work in works)
         speed = stored.traffic_over_copy() * copy
@@ -268,7 +274,7 @@ class QuantizerBench(DampedBench):
 
 
 def _where(more: str) -> Callable[[Row], str]:
-    """Return a function from a row to the name of its problem, with the text `more` appended."""
+    """Return a function from a row of the results to the name of its problem: exponent, size and dtype, then `more`."""
     return lambda row: f"A^(-{row['exponent']}), {row['size']} x {row['size']}, {row['dtype']}{more}"
 
 
@@ -287,7 +293,7 @@ def _keep(spectra: set[str] | None, saving: bool) -> Callable[[Row], bool]:
 
 
 def _milliseconds(rows: BenchRows) -> float:
-    """Return the milliseconds to encode and decode one matrix."""
+    """Return the median milliseconds to encode one matrix plus those to decode it, over rows of the results."""
     return view.reduction("encode_ms")(rows) + view.reduction("decode_ms")(rows)
 
 
@@ -377,11 +383,11 @@ class StoredStack:
         return self.quantizer.decode(self.codes or {}, Slot(tuple(self.x.shape[1:]), role=self.role), self.x.dtype)
 
     def traffic_over_copy(self) -> float:
-        """Return the bytes that one encoding reads and writes, divided by those that a copy of the stack `x` does."""
+        """Return the bytes that an encoding reads and writes, divided by those that a copy of `x` reads and writes."""
         return (self.x.nbytes + self.code_bytes()) / (2 * self.x.nbytes)
 
     def bytes_per_entry(self) -> float:
-        """Return the stored bytes per entry of the matrix. The bytes of a basis include its eigenvalues."""
+        """Return the stored bytes per entry of `x`. The eigenvalues that belong to a basis count as stored too."""
         total = self.code_bytes()
         if self.role == "basis":
             total += self.x[..., 0].numel() * self.x.element_size()
@@ -393,8 +399,9 @@ class StoredStack:
 
 
 def losses(problem: StorageProblem, role: Role, decoded: Tensor) -> dict[str, float]:
-    """Return, by column of the results, how far a decoded stack is from the exact matrices of the problem.
+    """Return the errors of a decoded stack, by column of the results (see `QuantizerBench.columns`).
 
+    problem: the exact matrices.
     role: use for which the stack was stored: "statistic", "basis" or "root".
     decoded: `[N, d, d]`, the stack as decoded from its codes.
     """

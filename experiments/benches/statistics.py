@@ -47,7 +47,7 @@ class StageRunner:
         run_chain((self.stage,), self.state, gradient, gradient, self.context(gradient.device))
 
     def context(self, device: torch.device) -> StepContext:
-        """Return the numbers that the stage receives beside the gradient: steps and seeds of the blocks, and lr = 1."""
+        """Return the context that the stage receives: the number of steps and the seed of each block, and lr = 1."""
         rows = np.arange(self.blocks)
         steps = np.full(self.blocks, self.steps)
         return StepContext(steps, np.zeros(self.blocks), rows, device, seeds=rows, signals={"lr": 1.0})
@@ -81,7 +81,11 @@ def cosine_product(c: Tensor, left: Tensor, right: Tensor) -> float:
 
 
 def best_cosine(c: Tensor, m: int, n: int) -> float:
-    """Return the largest cosine of C with any L x R: the spectral norm of C rearranged, over ||C|| (Van Loan)."""
+    """Return the largest cosine of C `[m n, m n]` with a Kronecker product L x R, over all L and R.
+
+    It is the spectral norm of a rearranged C, divided by ||C||_F (Van Loan). Each row of the rearranged C, which is
+    `[m^2, n^2]`, has the entries of one n x n block of C.
+    """
     rearranged = c.reshape(m, n, m, n).transpose(1, 2).reshape(m * m, n * n)
     return float(torch.linalg.matrix_norm(rearranged, ord=2) / c.norm())
 
@@ -126,7 +130,7 @@ _PREFERRED: tuple[Declaration, ...] = ({"kind": "gram"}, *({"kind": "bregman", "
 
 
 def slow(kind: str) -> Declaration:
-    """Return the statistic called `kind`. If it has a decay, the decay is LONG."""
+    """Return the declaration of the statistic called `kind`. If the statistic has a field `beta`, it is set to LONG."""
     member = Statistic.members.get(kind)
     return {"kind": kind, **({"beta": LONG} if member is not None and "beta" in member.model_fields else {})}
 
@@ -225,7 +229,12 @@ class StatisticBench(OwnMatrices):
                     }
 
     def _one_interval(self, runner: StageRunner, gradient: Tensor) -> None:
-        """Run the steps of one interval between refreshes, for timing, and restore the state."""
+        """Run the stage for `every` steps, the interval between refreshes. Then restore its state and step number.
+
+        The function is run to be timed.
+
+        gradient: gradient of all layers, `[layers, d, d]`, the same in each step.
+        """
         saved, steps = {name: tensor.clone() for name, tensor in runner.state.tensors.items()}, runner.steps
         for _ in range(self.every):
             runner.step(gradient)
@@ -240,6 +249,8 @@ class StatisticBench(OwnMatrices):
 
         An axis without a factor has the identity. If the statistic computes its factors independently of each other, R
         is scaled so that L x R has the trace of C.
+
+        moments: second moments C of the gradients of all layers, `[layers, d^2, d^2]`.
         """
         state = runner.state.scope(stage.label)
         context = runner.context(self.target_device())
@@ -257,7 +268,7 @@ class StatisticBench(OwnMatrices):
 
     def reference(self, given: LayerGradients) -> Iterator[Row]:
         """Yield two rows for each layer: the cosine of the second moment C with its best approximation by a Kronecker
-        product, and its cosine with its own diagonal.
+        product, and its cosine with its own diagonal. A layer whose gradients are 0 has one row, which says so.
         """
         for name, c in zip(given.names, given.moments, strict=True):
             values = best_cosine(c, self.width, self.width), cosine(c, c.diagonal().diag())

@@ -1,7 +1,7 @@
-"""Measured times of the steps of recipes and of optimizers of other libraries, which take turns.
+"""A bench of the steps of recipes and of optimizers of other libraries.
 
-Beside them are times that follow from the counted operations and bytes of a step and the measured rates of this
-machine.
+The optimizers take turns, so that other load of the machine affects all of them. The measured time of a step is
+compared with a computed one: the time that its counted operations and bytes need at the measured rates of this machine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ TURNS = 8
 
 
 def gpt(layers: int = 4, width: int = 256, vocabulary: int = 4096) -> Shapes:
-    """Return the shapes of a GPT: an embedding and, in each layer, qkv, output, two MLP matrices, four norms."""
+    """Return the shapes of a GPT: an embedding, two vectors of the last norm, and the parameters of each layer.
+
+    A layer has the matrices qkv and output, two matrices of an MLP, and four vectors of norms.
+    """
     w = width
     layer: Shapes = [(3 * w, w), (w, w), (4 * w, w), (w, 4 * w), (w,), (w,), (w,), (w,)]
     return [(vocabulary, w), *layers * layer, *2 * [(w,)]]
@@ -307,12 +310,12 @@ def parse_candidates(value: Any) -> Any:
 
 
 class StepBench(Bench):
-    """Measures the time of a step of every optimizer on every set of parameters, with every interval of refreshes.
+    """Measure the time of a step of every optimizer on every set of parameters, with every interval of refreshes.
 
     Candidates with the same algorithm take turns: in a round each of them makes one step, A B C A B C ... The first
-    `warm` rounds are not timed, nor are the steps in which operators and bytes are counted. After that,
-    `periods` intervals between refreshes are timed, or one if no candidate has refreshes. A reported time is the median
-    over these intervals. The field `seconds` has no effect.
+    `warm` rounds are not timed, nor are the steps in which operators and bytes are counted. After that, `periods`
+    intervals between refreshes are timed, but at least 10 steps. The reported times are those of a typical interval,
+    whose step k takes the median time of step k over all timed intervals. The field `seconds` has no effect.
     """
 
     kind: Literal["step"] = "step"
@@ -488,8 +491,11 @@ class StepBench(Bench):
 
 
 def counted_ms(optimizer: Optimizer, card: Card) -> float:
-    """Return an estimate of the milliseconds of a step on a card, from the operations and bytes that `eigengraft plan`
-    counts.
+    """Return an estimate of the milliseconds of an optimizer's step, computed from its operations and bytes.
+
+    `eigengraft plan` counts the operations and the bytes of state.
+
+    card: rates of the machine that runs the step.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shapes = [(str(place), tuple(parameter.shape)) for place, parameter in enumerate(parameters)]

@@ -66,12 +66,12 @@ def take_turns(
     steps: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[StepTime]]:
-    """Let the contenders take one step each in every round. Return the times of the measured steps of each contender.
+    """Let each contender make one step in every round. Return the times of the measured steps of each contender.
 
     gradients: several sets of gradients of all parameters, which the rounds use in turn.
     warm: number of first rounds, which are not measured.
     steps: number of rounds that are measured.
-    clock: clock in seconds.
+    clock: function that returns the time in seconds.
     """
     times: list[list[StepTime]] = [[] for _ in contenders]
     torch.empty(_ACTIVATIONS, dtype=torch.uint8)  # one large tensor is allocated and freed, as in each step of training
@@ -98,7 +98,7 @@ up to a seventh longer. The size is just below the largest one from which glibc 
 
 
 def one_step(contender: Contender, gradients: Sequence[Tensor], clock: Callable[[], float]) -> StepTime:
-    """Make one step, and return how long it took. Gradients are copied first, because some optimizers write to them."""
+    """Make one step, and return its times. Gradients are copied first, because some optimizers write to them."""
     give(contender, gradients)
     synchronize(gradients)
     cuda: Any = torch.cuda
@@ -170,7 +170,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that counts operators, except for views and those in FREE. A foreach operator counts once."""
+    """A dispatch mode that counts operators. Views, and operators that compute nothing (FREE), do not count.
+
+    A foreach operator counts once.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -266,9 +269,13 @@ def measured_card(device: torch.device, dtype: torch.dtype, clock: Callable[[], 
 
 
 def _seconds(run: Callable[[], object], on: Tensor, clock: Callable[[], float]) -> float:
-    """Return the seconds of one run, the minimum of RATE_REPEATS measurements.
+    """Return the seconds of one run of a function, the minimum of RATE_REPEATS measurements.
 
     On a device several runs are launched before the host waits, so that launches and the wait take no extra time.
+
+    run: function to measure.
+    on: tensor on the device on which the function runs.
+    clock: function that returns the time in seconds.
     """
     runs, times = 16 if on.is_cuda else 1, []
     for _ in range(RATE_REPEATS):

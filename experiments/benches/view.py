@@ -71,7 +71,10 @@ def in_ms(value: float) -> str:
 
 
 def finite(form: str) -> Callable[[float], str]:
-    """Return a function that formats a number, and returns a dash for a number that is not finite."""
+    """Return a function that formats a number, and returns a dash for a number that is not finite.
+
+    form: format as for `str.format`, such as "{:.3f}".
+    """
     return lambda value: form.format(value) if math.isfinite(value) else "-"
 
 
@@ -162,7 +165,10 @@ def measured_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def lay_out(table: Table, rows: BenchRows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the headings and the lines of a table. If a row was not measured, a last column has the reasons."""
+    """Return the headings and the lines of a table.
+
+    If a row was not measured, a last column has the reason. For several such rows of one line, it has the first reason.
+    """
     headings, lines = (*table.by, *table.cells), []
     problems = any(row["problem"] for row in rows)
     for key, own in group_by(rows, lambda row: tuple(row.get(field) for field in table.by.values())).items():
@@ -224,11 +230,12 @@ def _choice(one: Recommendation, costs: Mapping[str, float], errors: Mapping[str
 def cell(
     column: str, how: Literal["first"] | How = "first", form: Callable[[Any], str] = str, of: Selection = list
 ) -> CellText:
-    """Return a function from rows to the text of one number of a column.
+    """Return a function from the rows of one line of a table to the text of one cell.
 
-    how: "first" for the value of the first row, else as in `reduction`.
-    form: function that formats the number. None becomes "" instead.
-    of: function that selects rows first. If it selects none, the text is a dash.
+    column: column of the rows that has the number to show.
+    how: "first" for the number of the first row, else the reduction of all rows to one number (see `reduction`).
+    form: function that formats the number. If there is no number, the text is empty.
+    of: function that selects the rows to use. If it selects none, the text is a dash.
     """
 
     def text(rows: BenchRows) -> str:
@@ -251,10 +258,17 @@ def at_worst(column: str) -> Selection:
 
 
 def xy(x: str, y: str) -> LinePoints:
-    """Return a function from rows to their points (x, y), sorted by x. Rows without y have none."""
+    """Return a function from rows to the points (x, y) of a line, sorted by x. A row in which y is None has no point.
+
+    x, y: columns of the rows that have the coordinates.
+    """
     return lambda rows: sorted((row[x], row[y]) for row in rows if row[y] is not None)
 
 
 def per(field: Callable[[Row], Hashable], x: Reduced, y: Reduced) -> LinePoints:
-    """Return a function that groups rows by the value of a field, and computes one point (x, y) from each group."""
+    """Return a function that groups rows, and computes one point (x, y) from each group.
+
+    field: function from a row to the value that is equal for all rows of a group.
+    x, y: functions that compute the coordinates from the rows of a group.
+    """
     return lambda rows: [(x(some), y(some)) for some in group_by(rows, field).values()]
