@@ -43,7 +43,7 @@ class Curve(Task):
 
 
 class Points(Dataset):
-    """1200 points [N, 3] and their y [N, 1]. The last 200 validate."""
+    """1200 points x [N, 3] with values y [N, 1]. The first 1000 are for training, the last 200 for validation."""
 
     def __init__(self, noise: float, batch_size: int) -> None:
         random = generator(2026)

@@ -76,18 +76,18 @@ class ComparisonRow:
 
     @property
     def tested(self) -> bool:
-        """True if there are three seeds or more. With two, a t-test distinguishes hardly any means: |t| > 12.7."""
+        """True if three or more runs have ended. A t-test of two pairs needs |t| > 12.7, which is rare."""
         return len(self.finals) > 2
 
     @cached_property
     def rises(self) -> dict[int, Rise]:
-        """Ended runs whose metric got much worse after its best evaluation: seed -> rise of the metric."""
+        """Best and last metric of each ended run whose metric got much worse after its best evaluation, by seed."""
         return {run.seed: rise for run in self.runs if run.result and (rise := run.rise(self.metric)) is not None}
 
     @property
     def best_evaluation(self) -> tuple[Summary, str] | None:
-        """Summary of the best evaluation of each ended run, and a text with the first and the last of their steps; None
-        without an evaluation.
+        """Mean and spread of the best evaluations of all ended runs, and a text with the range of their steps, such as
+        "at steps 100 to 300". None if no run has an evaluation.
         """
         found = [best for run in self.runs if run.result and (best := run.best(self.metric)) is not None]
         summary = summarize([value for _, value in found])
@@ -98,17 +98,21 @@ class ComparisonRow:
 
     @cached_property
     def difference(self) -> Paired | None:
-        """Final metrics minus those of the baseline. None if a run diverged or the rows are not comparable."""
+        """Final metrics of this row minus those of the baseline, paired by seed.
+
+        None for the baseline itself, if a run diverged, or if the rows are not comparable or have no common seed.
+        """
         if self.baseline is None or self.diverged or self.baseline.diverged or not self.comparable:
             return None
         return paired(self.finals, self.baseline.finals)
 
     def reached(self, along: Abscissa = "steps") -> dict[int, float | None]:
-        """Return where each run first reaches the final metric of the baseline's run with the same seed.
+        """Return where each ended run first reaches the final metric of the baseline's run with the same seed.
 
-        Returns seed -> number of steps, or of another quantity of a run, None if the run never reaches the metric.
-        Seeds without a finite final metric of the baseline are left out. Empty if the rows are not comparable, or if
-        the metric of the baseline rose again: its curve passes the final value long before its end.
+        The result is a mapping from seeds to values of the quantity `along`, such as the number of steps. A value is
+        None if the run never reaches the metric. A seed is left out if the baseline has no finite final metric. The
+        result is empty if the rows are not comparable, or if the metric of the baseline got much worse after its best
+        evaluation, because the curve of the baseline then passes the final value long before its end.
         """
         base, found = self.baseline or self, dict[int, float | None]()
         levels, sign = base.finals, self.metric.sign
@@ -333,8 +337,8 @@ def named(axis: str, label: str) -> str:
 
 
 def heading(axis: str, label: str) -> str:
-    """Return a label after the name of its axis, as `decay = none`. Of an axis that is a dotted path, the last two
-    parts are shown.
+    """Return a label with its axis, such as `decay = none`. If the name of the axis is a dotted path, only the last two
+    parts of the path are shown.
     """
     return f"{'.'.join(axis.split('.')[-2:])} = {label}"
 
@@ -412,8 +416,8 @@ def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[Compari
     """Group the panels so that a group has one panel for each method, such as "adamw" and "soap".
 
     Methods are the labels of the last axis that is not compared. The panels of a group have equal labels on all axes
-    before it. Return (headings of these equal labels, panels) for each group with at least two panels. Return [] unless
-    at least two labels are compared, all of them numbers, such as learning rates.
+    before it. For each group with at least two panels, return a tuple of the headings of these equal labels and the
+    panels. Return [] unless at least two labels are compared, all of them numbers, such as learning rates.
     """
     panels = compare(records)
     groups = group_by((panel for panel in panels if panel.labels), lambda panel: panel.headings[:-1])
@@ -530,9 +534,10 @@ def _panels(conditions: Sequence[tuple[str, ...]]) -> str:
 def tuning_curves(records: Records) -> dict[tuple[str, str], list[Curve]]:
     """Return, by (field, title of the panel), curves of the mean metric against the values that a search tried.
 
-    The curve of the baseline is the first. If a search varied several fields, a value is drawn with the best result
-    that any run with this value had. Diverged values are crosses. Values whose runs were stopped early are left out. A
-    field without three positive numbers has no curve.
+    The curve of the baseline is the first. If a search varied several fields, a value is drawn with the best mean of
+    all trials with this value. A value is drawn as a cross if a trial with it diverged, and no trial with it was
+    completed. Trials that were stopped early are left out. A field without three values that are positive numbers has
+    no curve.
     """
     cells = {cell_name(run.labels): run.labels for run in records.runs}
     tuned = {one.cell: cells.get(one.cell, {}).get(records.compare, one.cell) for one in records.tuned}
@@ -549,9 +554,14 @@ def tuning_curves(records: Records) -> dict[tuple[str, str], list[Curve]]:
 
 
 def _tuning_curve(one: TunedCell, path: str, sign: int, label: str, style: int) -> Curve | None:
-    """Return the curve of the metric against the values of the field `path` that a search tried.
+    """Return the curve of the mean metric against the values of the field `path` that a search tried.
 
     Return None if a value is not a positive number, or if there are fewer than three.
+
+    one: result of the search.
+    sign: 1 if smaller values of the metric are better, -1 if larger values are.
+    label: text of the curve in the legend.
+    style: number of color, dashes and marker.
     """
     best: dict[float, float] = {}
     diverged: dict[float, None] = {}

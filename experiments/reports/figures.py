@@ -134,8 +134,8 @@ def draw_curves(
     """Draw curves in one figure. The vertical axis is logarithmic if all values are positive and span a wide range.
 
     level: horizontal line to draw; None: no line.
-    log: logarithmic axes of metrics over the course of a run. None: the curves are final values over a quantity, such
-        as a learning rate, whose axis is logarithmic.
+    log: choice of logarithmic axes, for curves of a metric over the course of a run. None: the curves show final
+        metrics against a quantity such as a learning rate, whose axis is then logarithmic.
     width: width in inches.
     """
     entries = [text for curve in curves for text in (curve.label if curve.x else "", curve.lost_label) if text]
@@ -170,8 +170,9 @@ def draw_curves(
 
 
 def wrapped(text: str, inches: float, size: float = 9.5) -> str:
-    """Return a text in lines that are at most this long. Words are never divided.
+    """Return a text broken into lines. Words are never divided.
 
+    inches: largest length of a line that has more than one word.
     size: size of the font in points.
     """
     most = int(inches / (CHARACTER * size / 9.5))
@@ -239,8 +240,9 @@ def draw_line(axes: Axes, curve: Curve, logarithmic: bool = False, *, few_marker
 
 
 def _marked(x: Sequence[float], logarithmic: bool) -> list[int]:
-    """Return the indices of points that get a marker: all of at most twelve points, else about seven. These are equally
-    many points apart, or on a logarithmic axis at equal distances along it.
+    """Return the indices of the points that get a marker: all of up to twelve points, else about seven.
+
+    These seven have about the same number of points between them or, on a logarithmic axis, about the same distance.
     """
     if len(x) <= 12:
         return list(range(len(x)))
@@ -285,8 +287,8 @@ def _vertical(axes: Axes, curves: Sequence[Curve], *, falling: bool, logarithmic
 def log_ticks(axis: Axis, digits: Sequence[float], most: int = 7) -> None:
     """Put the ticks of a logarithmic axis at these digits times powers of ten.
 
-    If the only digit is 1, there are at most `most` ticks. They are written as 10⁻⁸ if the axis extends beyond the
-    range from 0.001 to 10000.
+    If the only digit is 1, there are at most `most` ticks. If the axis then extends beyond the range from 0.001 to
+    10000, ticks are written as powers, such as 10⁻⁸.
     """
 
     def text(value: float, _: object) -> str:

@@ -1,4 +1,4 @@
-"""Choose how many digits the numbers of a column have: three decimals, or more where small numbers ask for them.
+"""Choose how many digits the numbers of a column have: three decimals, or more if the column has small numbers.
 
 All numbers of a column have one format, so that they align and can be compared.
 """
@@ -15,14 +15,15 @@ _ROUNDING = 2.0**-23
 
 
 def number_format(values: Iterable[float], errors: Iterable[tuple[float, float]] = (), decimals: int = 3) -> str:
-    """Return the format of a column as text for `format`, such as ".3f".
+    """Return the format of all numbers of a column, as an argument of `format` such as ".3f".
 
-    It is fixed-point with `decimals`, unless a number of the column is too small for it.
+    The format has `decimals` decimals, unless a number of the column is too small for them. A value is too small if
+    fewer than `decimals` - 1 of its significant digits would be printed. For three decimals, this is a value below
+    0.01. An error is too small if it would be printed as zero.
 
-    A value is too small if fewer than `decimals` - 1 of its significant digits would be printed: below 0.01 for three
-    decimals. An error is too small if it would be printed as zero. In both cases more decimals are used, so that all
-    errors have two significant digits, or, without errors, all values three. At most six decimals are used, and
-    scientific notation if six do not show every number.
+    If a number is too small, the format has enough decimals for two significant digits of every value and error or, if
+    there are no errors, for three of every value. It has at most six decimals. If six are too few for a value, or print
+    an error as zero, the format is scientific.
 
     values: means and other numbers of the column. Numbers that are 0 or not finite do not count.
     errors: pairs of an error and the value that it belongs to. Errors are spreads, half-widths of intervals, and

@@ -59,6 +59,9 @@ def _differ(found: Mapping[_Place, str], among: Collection[_Place]) -> bool:
 def _summary(place: _Place, fields: Mapping[str, Mapping[_Place, str]]) -> str:
     """Return the fields of a component as one text: its kind, or the stages of a chain, then the names and values of
     other fields. `false` is left out.
+
+    place: (panel, label) of the configuration that has the component.
+    fields: field -> (panel, label) -> value of the field as text.
     """
     texts = [(field, found[place]) for field, found in fields.items() if found.get(place, "false") != "false"]
     return ", ".join(text if field in ("", "kind") else f"{field} {text}" for field, text in texts)

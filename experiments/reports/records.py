@@ -191,9 +191,10 @@ class Run:
     def busy(self) -> bool:
         """True if other load slowed the run.
 
-        Load during a part of the run: steps took 1.5 times the median, or longer, in at least a tenth of the rows.
-        Load during the whole run, which only runs with one thread on a CPU show: a step took 1.25 times its processor
-        time, or longer, in at least half of the rows.
+        Each row of metrics.jsonl has a step time, the median over its steps. There was load during a part of the run if
+        this time is above 1.5 times its median over the rows, in more than a tenth of the rows. There was load during
+        the whole run if the median over the rows of (step time / processor time of a step) is above 1.25. This is known
+        only for runs with one thread on a CPU. Both tests need at least four rows.
         """
         found = sorted(float(row["step_ms"]) for row in self.rows if row.get("step_ms"))
         slowed = len(found) >= 4 and found[-(-9 * len(found) // 10) - 1] > 1.5 * (self.median_step or math.inf)
@@ -241,7 +242,11 @@ class Run:
         return (min(found)[1], metric.sign * min(found)[0]) if found else None
 
     def rise(self, metric: Metric) -> Rise | None:
-        """Return the rise of a metric of validation after its best evaluation, None unless it is large (see ROSE)."""
+        """Return the rise of a validation metric from its best to its last evaluation. Return None unless it is large.
+
+        The rise is large if it is above the share ROSE of the improvement from the start of the run to the best
+        evaluation. The result is None, too, for the training loss, and for a last evaluation that is not finite.
+        """
         best, values = self.best(metric), list(self.evaluations(metric).values())
         if best is None or metric is TRAINING_LOSS or not math.isfinite(values[-1]):
             return None
@@ -415,7 +420,7 @@ class Records:
     def apart(self) -> list[str]:
         """A sentence for each combination of labels whose runs are not all averaged.
 
-        They differ in configuration, code or data, or have the same seed.
+        Runs are not averaged if they differ in configuration, code or data, or have the same seed.
         """
         found: dict[str, Counter[str]] = {}
         for run in self.runs:
@@ -554,10 +559,10 @@ def read_records(
 
 
 def _recipe_names(records: Records) -> dict[str, str]:
-    """Return {label of a run: name of its recipe} for runs that `RunLog` has logged. The label is the path of a folder.
+    """Return {label of a run: name of its recipe} for runs that `RunLog` has logged.
 
-    A label is left out if its runs have several names or none, if runs of another label have the same name, or if the
-    name is itself a label.
+    The label of such a run is the path of its folder, and reports show the name in its place. A label is left out if
+    its runs have several names or none, if runs of another label have the same name, or if the name is itself a label.
     """
     names: dict[str, set[str]] = {}
     for run in (run for run in records.runs if "run" in run.labels):

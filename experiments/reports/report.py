@@ -200,12 +200,12 @@ WIDTHS = (1, 20)
 
 
 def _is_list(texts: object) -> bool:
-    """Return True for a sequence of texts. A single text is none, although its letters are texts."""
+    """Return True for a sequence of strings that is not itself a string."""
     return isinstance(texts, Sequence) and not isinstance(texts, str) and all(isinstance(one, str) for one in texts)
 
 
 def _are_texts(labels: object) -> bool:
-    """Return True for a mapping from texts to texts."""
+    """Return True for a mapping from strings to strings."""
     return isinstance(labels, Mapping) and _is_list([*labels, *labels.values()])
 
 
@@ -221,8 +221,9 @@ class Report:
         directory: directory of a study or of runs, finished or not.
         baseline: label to compare with, or `axis=label`. The runs are compared along the axis of this label. None: the
             baseline of the study.
-        only: labels of the compared axis, or `axis=label` for another axis. All other runs are left out. A pattern such
-            as `soap*` selects several labels. Empty: all runs. The page then has its own folder, see `folder`.
+        only: labels of the compared axis, or `axis=label` for another axis. All other runs are left out, and the page
+            is written into a folder of its own (see `folder`). A pattern such as `soap*` selects several labels. Empty:
+            all runs.
         labels: texts that replace labels, by label.
         x: quantities along which metrics are drawn: any of "steps", "seconds", "tokens" and "flops".
         width: width of figures in inches.
@@ -326,7 +327,10 @@ class Report:
 
     @property
     def folder(self) -> Path:
-        """The folder of the page: the directory, or a folder in it named by the labels if other runs are left out."""
+        """The folder of the page: the directory of the runs.
+
+        If `only` leaves out runs, it is a folder in this directory, whose name has the selected labels.
+        """
         directory, selected = Path(self.directory), self.records.selected
         return directory / short_name(_slug(f"only {' '.join(selected)}")) if selected else directory
 
@@ -371,8 +375,9 @@ class Report:
     def _sections(self) -> Iterator[tuple[Any, ...]]:
         """Yield the content of each section of the page. A section shows one comparison (panel).
 
-        A content is (panel, another panel with the same runs or None, figures, sentences, table of layers, table of
-        results). If there is another panel with the same runs, the section only refers to it, and the rest is empty.
+        The content is a tuple: the panel, another panel with the same runs or None, figures, sentences, the table of
+        layers, and the table of results. If there is another panel with the same runs, the section only refers to this
+        panel, and has neither figures nor sentences nor tables.
         """
         records = self.records
         for index, panel in enumerate([*at_their_best(swept(records)), *compare(records)]):
@@ -454,7 +459,11 @@ Drawing = tuple[str, str, Figure]
 
 
 def _drawn(drawings: Sequence[Drawing], prefix: str, title: str = "") -> list[tuple[str, Markup]]:
-    """Return (caption, SVG) of each figure, for a page. `title`: text that follows every caption."""
+    """Return (caption, SVG) of each figure, for an HTML page.
+
+    prefix: start of all ids in the SVGs. Figures of different sections of the page need different ones.
+    title: text that follows every caption; empty: none.
+    """
     return [  # matplotlib has escaped the labels
         (f"{caption}: {title}" if title else caption, Markup(figures.inline_svg(figure, f"{prefix}-{index}")))
         for index, (_, caption, figure) in enumerate(drawings)
@@ -494,7 +503,11 @@ def axis_name(path: str) -> str:
 
 
 def _file(records: Records, title: str, what: str) -> str:
-    """Return the file name of a figure, made of study, panel and content. Words that these share appear once."""
+    """Return the name of a figure: the study's name, `title` and `what`. If some of these are equal, they appear once.
+
+    title: title of the panel or group of curves that the figure shows.
+    what: content of the figure, such as "final validation loss against lr".
+    """
     return " ".join(dict.fromkeys((records.name, title, what)))
 
 

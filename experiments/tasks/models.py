@@ -43,7 +43,7 @@ class Attention(nn.Module):
         self.mix = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """Return the attention of x to itself, or to a memory [B, S, width]."""
+        """Return the attention of x to itself or, if given, to `memory` [B, S, width], the outputs of an encoder."""
         seen = x if memory is None else memory
         query, key, value = (
             layer(given).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, heads, T, d]
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, [B, T, width] -> [B, T, width]. With `memory` it also attends to a memory."""
+    """Pre-norm transformer block, [B, T, width] -> [B, T, width]. With `memory` it also attends to an encoder."""
 
     def __init__(self, width: int, heads: int, causal: bool = True, memory: bool = False) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """Return the output for x and, in a block with memory, for a memory [B, S, width]."""
+        """Return the outputs for x. In a block with memory, `memory` [B, S, width] are the outputs of an encoder."""
         x = x + self.attention(self.attention_norm(x))
         if memory is not None:
             x = x + self.memory_attention(self.memory_norm(x), memory)

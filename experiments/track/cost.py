@@ -52,10 +52,10 @@ class Card(NamedTuple):
     traffic: float
 
     def milliseconds(self, full: float, half: float, traffic: float) -> float:
-        """Return the least time of a step on this card, in milliseconds: that of its arithmetic or, if larger, of
-        memory.
+        """Return the least milliseconds of a step on this card: the time of its arithmetic or the time of its memory
+        traffic, whichever is longer.
 
-        full, half: floating-point operations in full and in half precision.
+        full, half: floating-point operations in float32 and in bfloat16.
         traffic: bytes that are read and written.
         """
         return 1e3 * max(full / self.float32 + half / self.bfloat16, traffic / self.traffic)
@@ -98,10 +98,11 @@ def _numel(model: str) -> int:
 def _work(declared: str, model: str) -> tuple[float, float, float]:
     """Return operations in float32, operations in bfloat16, and bytes that the optimizer reads and writes in a step.
 
-    All layers are equal, so each number is linear in the number of layers. It is extrapolated from models of one and of
-    two layers.
+    All layers of a model have the same shapes, so that each number is linear in the number of layers. It is
+    extrapolated from models of one and of two layers.
 
     declared: the recipe as JSON.
+    model: name of the model in `MODELS`.
     """
     recipe = load_recipe(json.loads(declared))
     (one, two), layers = (_planned(recipe, model, layers) for layers in (1, 2)), MODELS[model].layers

@@ -66,8 +66,9 @@ class Ranking(Component):
 
 
 def read_rankings(folder: Path) -> dict[str, Ranking]:
-    """Return rankings of optimizers in publications, by name, from a file in the folder of a track; {} if it has none.
-    Raises RecipeError.
+    """Return the published rankings of optimizers in the file PUBLISHED of a track's folder, by name.
+
+    Return {} if there is no such file. Raise RecipeError if its content is not valid.
     """
     path = folder / PUBLISHED
     return {k: validated(Ranking, v, k) for k, v in read_yaml(path).items()} if path.is_file() else {}
@@ -194,9 +195,12 @@ def _correlated(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 
 def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Return Spearman's rank correlation and its 95 % interval, a percentile bootstrap over pairs.
+    """Return Spearman's rank correlation of two lists of numbers, and the two ends of its 95 % interval.
 
-    A resample in which all ranks of one side are equal counts as 0. The resamples are drawn with a fixed seed.
+    The interval is that of a percentile bootstrap over pairs, drawn with a fixed seed. If all numbers of one list are
+    equal in a resample, the correlation of this resample counts as 0.
+
+    ours, theirs: numbers of the same entries in the same order, such as the negative score and the published number.
     """
     from scipy.stats import bootstrap, rankdata
 
@@ -215,7 +219,8 @@ def draw_profiles(now: Standing) -> Figure:
     """Draw performance profiles of recipes: shares of tasks against a factor tau (Dolan & More 2002).
 
     In the first diagram, the share is that of the tasks on which a recipe needs at most tau times the fewest steps of
-    all recipes. The second diagram has counted cost in place of steps. The DRAWN best recipes and AdamW are drawn.
+    all recipes. The second diagram has counted cost in place of steps. The best recipes, at most DRAWN of them, and
+    AdamW are drawn.
     """
     first, title = next(iter(COUNTED_MODELS.items()))
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")

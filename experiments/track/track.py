@@ -94,7 +94,7 @@ def find_entry(source: str, folder: Path, accumulate: int | None = None) -> Trac
 
 
 def entry_name(recipe: str) -> str:
-    """Return the name of the entry of a shipped recipe."""
+    """Return the name of the entry of a shipped recipe: the name of the recipe, with "_" in place of "/"."""
     return recipe.replace("/", "_")
 
 
@@ -250,8 +250,8 @@ Scores = Mapping[str, Mapping[str, TaskScore]]
 
 
 def score(task: TrackTask, z: float, runs: Sequence[ResultRow]) -> TaskScore:
-    """Return the step and the seconds at which the runs of an entry reach the target of one task, their final loss, and
-    their learning rate.
+    """Return the score of an entry on one task: the step and the seconds at which its runs reach the target, their
+    final loss, and their learning rate.
 
     z: number of standard errors by which the mean must be below the target.
     runs: one run for each seed.

@@ -1,7 +1,7 @@
 """A signal of your own: a measured sharpness, and a stage that takes shorter steps where it is high.
 
-A training loop calls `optimizer.provide("sharpness", {parameter: number, ...})` before a step, or passes a function of
-no arguments that is called before each step.
+A training loop calls `optimizer.provide("sharpness", {parameter: number, ...})` before a step. In place of the mapping,
+it can pass a function without arguments that returns such a mapping. The optimizer calls this function in every step.
 
 In an experiment:
 

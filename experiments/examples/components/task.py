@@ -19,7 +19,7 @@ from eigengraft.experiments.tasks import Batch, Dataset, Fingerprint, Task, gene
 
 
 class Points(Dataset):
-    """y = sin(3 x) at 500 points, the last 100 of which validate."""
+    """y = sin(3 x) at 500 points. The first 400 are for training, the last 100 for validation."""
 
     def __init__(self) -> None:
         self.x = torch.from_numpy(generator(0).uniform(-1, 1, (500, 1))).float()
