@@ -213,7 +213,7 @@ class Bench(Component, ABC, family="bench"):
 
     @abstractmethod
     def table(self) -> Table:
-        """Return the description of the table that is printed: its title, headings, and functions of its cells."""
+        """Return the description of the table that is printed: its title, headings and functions that compute cells."""
 
     @abstractmethod
     def panels(self) -> tuple[Panel, Panel]:
@@ -363,7 +363,8 @@ def read_bench(name: str) -> dict[str, Any]:
 def load_bench(kind: str, fields: Mapping[str, Any], quick: bool = False, more: Sequence[Any] = ()) -> Bench:
     """Return the bench called `kind`.
 
-    fields: values of its fields. With `quick`, all other fields have the values of the quick run.
+    fields: values of fields of the bench.
+    quick: if True, the fields that are not given have the values of the quick run.
     more: further candidates, in addition to those of the bench.
     """
     known = Bench.members.get(kind)

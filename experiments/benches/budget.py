@@ -135,6 +135,8 @@ class BudgetBench(DampedBench):
         """Return (X, B): the damped factor B = A + r I in float32, and its root X.
 
         X is None if the solver rejects B, or if the root is not finite.
+
+        a: the factor A `[N, d, d]`.
         """
         damped = self.damped(a).to(self.target_device(), torch.float32)
         found = solver.root(damped, self.exponent)
@@ -209,7 +211,9 @@ class BudgetBench(DampedBench):
         )
 
     def choice(self, rows: BenchRows) -> Row | None:
-        """Return the cheapest of a layer's results with an error of at most `bound`; None if all errors are larger."""
+        """Return the cheapest row of a layer's results with an error of at most `bound`. Return None if all errors are
+        larger.
+        """
         good = [row for row in rows if row["error"] <= self.bound]
         return min(good, key=lambda row: (row[self.cost], row["error"]), default=None)
 

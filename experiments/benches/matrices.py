@@ -72,7 +72,8 @@ class Spectrum(Component, ABC, family="spectrum"):
     def stack(self, count: int, d: int, seed: int) -> Tensor | None:
         """Return at most `count` matrices of order d, as a stack `[N, d, d]`. Return None if there are none of order d.
 
-        seed: seed of the random numbers. Recorded matrices begin with the one at this index, modulo their number.
+        seed: seed of the random numbers. Recorded matrices are not random: the stack begins at matrix `seed`, modulo
+            their number.
         """
 
 

@@ -75,7 +75,10 @@ class PolarBench(OwnMatrices):
         ]
 
     def _cases(self) -> Iterator[tuple[str, tuple[int, int], float, Any]]:
-        """Yield (name, shape, condition number, function that returns G and its polar factor) for each case."""
+        """Yield (name of the layer or "", shape (m, n), condition number, function) for each case.
+
+        The function has no arguments. It returns matrices G and their polar factors, each a stack `[N, m, n]`.
+        """
         if self.record is None:
             for shape in self.shapes:
                 for condition in self.conditions:
@@ -92,7 +95,11 @@ class PolarBench(OwnMatrices):
         return g.to(self.target_device(), DTYPES[dtype]), exact.to(self.target_device())
 
     def _matrices(self, shape: tuple[int, int], condition: float) -> tuple[Tensor, Tensor]:
-        """Return G and its polar factor in float64."""
+        """Return random matrices G and their polar factors U V^T in float64, each `[N, m, n]`.
+
+        shape: m and n.
+        condition: largest over smallest singular value of G.
+        """
         m, n = shape
         r = min(m, n)
         u = orthogonal(self.count, m, self.seed)[:, :, :r]

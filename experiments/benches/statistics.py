@@ -57,13 +57,13 @@ _FLOOR = 1e-12
 
 
 def second_moment(g: Tensor) -> Tensor:
-    """Return C = E[vec G vec G^T], the mean over the gradients."""
+    """Return C = E[vec G vec G^T], the mean over gradients G `[K, m, n]`."""
     flat = g.flatten(1)
     return flat.T @ flat / len(g)
 
 
 def power(a: Tensor, exponent: float) -> Tensor:
-    """Return A^p. Eigenvalues below 1e-12 times the largest are first replaced by 1e-12 times the largest."""
+    """Return A^p, with p the exponent. Eigenvalues below 1e-12 times the largest are first raised to this bound."""
     values, q = torch.linalg.eigh(a)
     powers = values.clamp_min(_FLOOR * values[-1]).pow(exponent)
     result: Tensor = (q * powers) @ q.T

@@ -120,13 +120,13 @@ def shape_set(name: str) -> Shapes:
 
 
 def initial_values(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
-    """Draw parameters from N(0, 0.02^2)."""
+    """Return initial parameters of these shapes, drawn from N(0, 0.02^2)."""
     generator = torch.Generator().manual_seed(seed)
     return [0.02 * torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def turns_of_gradients(shapes: Sequence[tuple[int, ...]], seed: int) -> list[list[Tensor]]:
-    """Draw TURNS sets of gradients of all parameters, which steps use in turn.
+    """Return TURNS sets of random gradients of all parameters, which steps use in turn.
 
     Entries are drawn from N(0, 1e-4). Row i and column i are then scaled by i^(-1/2).
     """
@@ -505,7 +505,7 @@ def counted_ms(optimizer: Optimizer, card: Card) -> float:
 
 
 def slopes(rows: BenchRows) -> list[tuple[str, str, float]]:
-    """Return how the time of a step grows with the number of parameters, for each candidate and each varied dimension.
+    """Return the growth of the time of a step with the number of parameters, for each candidate and varied dimension.
 
     Each item is (candidate, varied dimension such as gpt:layers, slope of log time over log number of parameters).
     """

@@ -126,7 +126,7 @@ def give(contender: Contender, gradients: Sequence[Tensor]) -> None:
 
 
 def synchronize(tensors: Sequence[Tensor]) -> None:
-    """Wait until the device of the tensors has finished, if they are on one."""
+    """Wait until the CUDA device of the tensors has finished its work. Do nothing for tensors on a CPU."""
     if _on_cuda(tensors):
         torch.cuda.synchronize(tensors[0].device)
 
@@ -152,7 +152,7 @@ def step_times(times: Sequence[float], interval: int) -> dict[str, float]:
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of all tensors in the state. Each storage counts once; parameters do not count."""
+    """Return the bytes of all tensors in an optimizer's state, without parameters. A shared storage counts once."""
     known = {p.untyped_storage().data_ptr() for group in optimizer.param_groups for p in group["params"]}
     found: dict[int, int] = {}
     for tensor in _tensors(dict(optimizer.state)):
@@ -227,7 +227,7 @@ def kernels(contender: Contender, gradients: Sequence[Tensor]) -> KernelTotals |
 
 
 def peak_bytes(contender: Contender, gradients: Sequence[Tensor]) -> int | None:
-    """Return the most bytes that one step allocates at once; None if the profiler recorded no allocation."""
+    """Return the peak of the bytes that one step has allocated. Return None if the profiler recorded no allocation."""
     give(contender, gradients)
     if _on_cuda(gradients):
         device = gradients[0].device

@@ -199,8 +199,8 @@ def wrap_legend(legend: Legend, width: float) -> None:
 
 
 def _apart(values: Sequence[float], width: float) -> dict[float, str]:
-    """Return the text of each value that gets a tick on a logarithmic axis. Values whose texts would touch that of the
-    tick before have none.
+    """Return {value: text} for the values that get a tick on a logarithmic axis. A value gets no tick if its text would
+    touch the text of the tick before.
 
     values: positive numbers in ascending order, which fill the axis.
     width: width of the figure in inches.

@@ -247,7 +247,10 @@ def panel_format(panels: Sequence[ComparisonPanel]) -> str:
 
 
 def format_summary(summary: Summary | None, form: str) -> str:
-    """Return mean and spread as text."""
+    """Return mean and spread as text.
+
+    form: format of both numbers, such as ".3f".
+    """
     if summary is None:
         return _NONE
     if not math.isfinite(summary.mean):
@@ -257,9 +260,12 @@ def format_summary(summary: Summary | None, form: str) -> str:
 
 
 def format_difference(row: ComparisonRow, form: str) -> tuple[str, str]:
-    """Return the mean difference with its 95 % interval, and a text about its test.
+    """Return two texts: the mean difference from the baseline with its 95 % interval, and its test.
 
-    The text has t, the p that is not corrected for other rows, and a bootstrap interval if there are enough pairs.
+    The second text has t, the p that is not corrected for other rows, and a bootstrap interval if there are enough
+    pairs.
+
+    form: format of the difference, such as ".3f".
     """
     difference = row.difference
     if difference is None:

@@ -80,9 +80,10 @@ HELD_OUT = 2**63
 class SequenceToSequence(Task):
     """y = sort(x), reverse(x) or x,  for x of n symbols drawn uniformly;  loss in nats per symbol of y
 
-    `operation` determines y. An encoder reads x. A decoder predicts each symbol of y from the symbols before it
-    (Sutskever, Vinyals & Le 2014, arXiv:1409.3215). Both are transformers (Vaswani et al. 2017, arXiv:1706.03762). The
-    accuracy is the share of the symbols of y that are predicted correctly. Every batch is new.
+    `operation` determines y. An encoder reads x. A decoder predicts each symbol of y from the encoder's outputs and
+    the symbols of y before it (Sutskever, Vinyals & Le 2014, arXiv:1409.3215). Both are transformers (Vaswani et al.
+    2017, arXiv:1706.03762). The accuracy is the share of the symbols of y that are predicted correctly. Every batch is
+    new.
     """
 
     kind: Literal["sequence_to_sequence"] = "sequence_to_sequence"

@@ -522,7 +522,7 @@ class EquationNetwork(nn.Module):
 
     @property
     def hidden(self) -> list[nn.Linear]:
-        """The hidden layers, from the input on."""
+        """The hidden layers, in order from the input."""
         return [cast(nn.Linear, self.get_submodule(f"hidden{index}")) for index in range(self.depth)]
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -568,7 +568,11 @@ def _tanh(h: Tensor, order: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def _chained(f: list[Tensor], h: list[Tensor]) -> list[Tensor]:
-    """Return the derivatives of f(h) along one axis: f' h', f'' h'^2 + f' h'', f''' h'^3 + 3 f'' h' h'' + f' h'''."""
+    """Return the derivatives of f(h) along one axis: f' h', f'' h'^2 + f' h'', f''' h'^3 + 3 f'' h' h'' + f' h'''.
+
+    f: derivatives f', f'', ... of f by h.
+    h: derivatives h', h'', ... of h along the axis. The result has as many derivatives as h.
+    """
     found = []
     if h:
         found.append(f[0] * h[0])

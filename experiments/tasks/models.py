@@ -1,6 +1,6 @@
 """The small models of the tasks, and initial weights that are scaled by the inputs and outputs of their layer.
 
-Every matrix is a parameter of its own, so that a preconditioner sees plain matrices.
+Every matrix is a parameter of its own, so that a preconditioner receives plain matrices.
 """
 
 from __future__ import annotations
@@ -99,7 +99,11 @@ class GPT(nn.Module):
 
 
 def mlp(inputs: int, classes: int, layers: int, width: int) -> nn.Sequential:
-    """`layers` hidden ReLU layers on flattened images, [B, ...] -> logits [B, classes]."""
+    """Return an MLP with `layers` hidden layers and ReLU, from flattened inputs [B, ...] to logits [B, classes].
+
+    inputs: number of entries of a flattened input.
+    width: units of each hidden layer.
+    """
     model = nn.Sequential(nn.Flatten())
     for index, (fan_in, fan_out) in enumerate(pairwise([inputs] + [width] * layers)):
         model.add_module(f"hidden{index}", nn.Linear(fan_in, fan_out))
@@ -109,7 +113,10 @@ def mlp(inputs: int, classes: int, layers: int, width: int) -> nn.Sequential:
 
 
 def cnn(side: int, classes: int, layers: int, width: int) -> nn.Sequential:
-    """`layers` 3x3 convolutions, then 2x2 mean pooling, [B, 1, side, side] -> logits [B, classes]."""
+    """Return a CNN with `layers` 3x3 convolutions and ReLU, 2x2 mean pooling and a linear head.
+
+    Its inputs are images [B, 1, side, side], its outputs logits [B, classes]. Each convolution has `width` channels.
+    """
     model = nn.Sequential()
     for index, (fan_in, fan_out) in enumerate(pairwise([1] + [width] * layers)):
         model.add_module(f"convolution{index}", nn.Conv2d(fan_in, fan_out, 3, padding=1))

@@ -292,7 +292,10 @@ def ratios(found: Scores, costs: Mapping[str, float] | None = None) -> dict[str,
 
 
 def profile(own: Mapping[str, float], at: Sequence[float]) -> list[float]:
-    """Return rho(tau) = share of tasks with a ratio of at most tau, for every tau in `at` (Dolan & More 2002)."""
+    """Return rho(tau) = share of tasks with a ratio of at most tau, for every tau in `at` (Dolan & More 2002).
+
+    own: task -> ratio of the entry (see `ratios`).
+    """
     return [sum(ratio <= tau for ratio in own.values()) / len(own) for tau in at]
 
 
@@ -300,5 +303,7 @@ def profile_score(own: Mapping[str, float]) -> float:
     """Return the mean of rho(tau) over 1 <= tau <= 4 (AlgoPerf). 1 means the fewest steps on every task.
 
     rho(tau) is the share of tasks on which the entry needs at most tau times the fewest steps of all entries.
+
+    own: task -> ratio of the entry (see `ratios`).
     """
     return sum(max(0.0, WORST_RATIO - ratio) for ratio in own.values()) / (len(own) * (WORST_RATIO - 1))
