@@ -31,9 +31,11 @@ Workers = Annotated[int | None, typer.Option(min=1, help="number of processes; d
 
 
 def override_argument(text: str) -> Any:
-    """Return the declaration of a command's argument for overrides, `dotted.path=value`, with the help `text`.
+    """Return the argument with which a command receives overrides, `dotted.path=value`, as typer declares it.
 
-    An override that a later override would replace is refused.
+    If a later override of the same command would replace an earlier one, the command ends with an error.
+
+    text: help of the argument.
     """
     return typer.Argument(help=text, callback=_all_have_effect)
 
@@ -41,8 +43,8 @@ def override_argument(text: str) -> Any:
 def _all_have_effect(overrides: list[str] | None) -> list[str] | None:
     for first, second in combinations(overrides or (), 2):
         path, later = _path(first), _path(second)
-        # `second` replaces the value if it names the same field, a field that contains it, or the `kind` of a component
-        # that contains it.
+        # `second` replaces the value that `first` sets if it names the same field, a field that contains this field, or
+        # the `kind` of a component that contains this field.
         if "=" in first and (path == later or path.startswith(f"{later.removesuffix('.kind')}.")):
             remedy = "remove one of the two" if path == later else f"put '{second}' before it"
             raise RecipeError(f"override '{first}': has no effect, as '{second}' replaces it; {remedy}")

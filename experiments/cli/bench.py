@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def bench_command(  # noqa: PLR0913  its arguments are the command's options
     what: Annotated[
         str,
-        typer.Argument(help="roots, bases, statistics, polar, quantizers, budget, storage or step; or a YAML file"),
+        typer.Argument(
+            help="bench: roots, bases, statistics, polar, quantizers, budget, storage, step, or a YAML file"
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -31,10 +33,17 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
     ] = None,
     candidates: Annotated[
         list[str] | None,
-        typer.Option("--candidate", help="measured beside the others: a kind or YAML like '{kind: eigh}'; repeatable"),
+        typer.Option(
+            "--candidate",
+            help="candidate to measure in addition to those of the bench: a kind, or YAML such as '{kind: eigh}'; "
+            "repeatable",
+        ),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="measured in place of the others, written likewise; repeatable")
+        list[str] | None,
+        typer.Option(
+            "--only", help="candidate to measure in place of those of the bench, in the form of --candidate; repeatable"
+        ),
     ] = None,
     checkpoint: Annotated[
         str | None, typer.Option("--from", help="run directory or saved optimizer state whose factors are measured")
@@ -43,7 +52,7 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
         str | None, typer.Option(help="run directory or experiment file whose gradients are recorded and measured")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N")] = None,
-    out: Annotated[Path | None, typer.Option(help="directory for rows and figure; default runs/bench-WHAT")] = None,
+    out: Annotated[Path | None, typer.Option(help="directory of rows and figure; default runs/bench-WHAT")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="smaller sizes and fewer problems: a few seconds")] = False,
     imports: Imports = None,
 ) -> None:
@@ -64,6 +73,7 @@ def _chosen(
     options: values of the fields that have an option of their own, such as `--device`.
     only: declarations of candidates that replace the candidates of the bench.
     more: declarations of candidates that are measured in addition.
+    quick: True for the smaller sizes and fewer problems of `--quick`.
     """
     from eigengraft.optimizers.recipe.loading import parse_yaml
     from eigengraft.optimizers.recipe.overrides import apply_overrides
@@ -127,7 +137,7 @@ def _measure(chosen: Bench, directory: Path) -> None:
 
 
 def _require_measurement(rows: Sequence[Row]) -> None:
-    """Raise RecipeError if nothing was measured, with the reasons."""
+    """Raise RecipeError if no row has a measurement. The error has the reasons of up to three candidates."""
     if not all(row["problem"] for row in rows):
         return
     reasons = list(dict.fromkeys(f"{row['candidate']}: {row['problem']}" for row in rows))

@@ -77,16 +77,16 @@ def list_command(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            help="print only entries that contain all these words, or words that begin so; after `recipes`, names of "
-            "several recipes print their rows in one table, in this order"
+            help="print only entries in which each of these is a word or the beginning of a word; after `recipes`, "
+            "several names of recipes print a table of these recipes, in this order"
         ),
     ] = None,
     imports: Imports = None,
     sort: Annotated[
         _Sort | None,
         typer.Option(
-            help="print recipes in one table, the best first: by profile of steps or time, bytes of state, or measured "
-            "milliseconds",
+            help="print recipes in one table, the best first: by their score for few steps or little time on five "
+            "small tasks (steps, time), by bytes of state (state), or by measured milliseconds of a step (ms)",
             show_default="groups",
         ),
     ] = None,
@@ -164,9 +164,10 @@ def _in_either_number(name: str, known: Iterable[str]) -> str:
 
 
 def _searched_text(what: str, row: Sequence[str]) -> str:
-    """Return the text of an entry in which `list` searches words, in lower case. It includes the entry's heading.
+    """Return the text in which `list` searches words for an entry, in lower case: its row and its headings.
 
-    what: argument that names the list of the entry.
+    what: name of the list that has the entry, such as "recipes".
+    row: columns of the entry. The first is its name.
     """
     headings = (f"{one.title} {one.when}" for one in _HEADINGS.get(what, ()) if row[0] in one.members)
     by_goal = (goal.title for goal in goals() if what == RECIPES and row[0] in dict(goal.recipes))
@@ -205,7 +206,10 @@ _Sort = Literal["steps", "time", "state", "ms"]
 
 
 def _rank(name: str, sort: _Sort) -> float:
-    """Return a number that is smaller for better recipes, and infinity for a recipe without a number to sort by."""
+    """Return a number by which recipes are sorted, the best first. It is infinity for a recipe without such a number.
+
+    sort: number that is compared. Profiles of steps and of time are negated, because larger ones are better.
+    """
     own = recipe_numbers()[name]
     number = {"steps": own.steps, "time": own.time, "state": own.state, "ms": own.measured}[sort]
     if number is None:
@@ -216,7 +220,8 @@ def _rank(name: str, sort: _Sort) -> float:
 def _recipe_row(name: str, sort: _Sort | None) -> tuple[str, ...]:
     """Return the row of a shipped recipe, with the columns `_RECIPE_HEADS`.
 
-    sort: `time` shows the profile of time. Any other value shows the profile of steps.
+    sort: with `time`, the last column has the recipe's score for little time, else its score for few steps (fields
+        `time` and `steps` of `RecipeNumbers`).
     """
     from eigengraft.optimizers.recipe.loading import raw_recipe
 
@@ -230,7 +235,9 @@ def _recipe_row(name: str, sort: _Sort | None) -> tuple[str, ...]:
 
 
 def measured_cost(recipe: str) -> str:
-    """Return a line with the measured time of a recipe's step, "" if `recipe` was not measured or is not shipped."""
+    """Return a line with the measured time of the optimizer in a step of GPT-2 small. Return "" if `recipe` was not
+    measured or is not a shipped recipe.
+    """
     own = recipe_numbers().get(recipe)
     if own is None or own.measured is None:
         return ""
@@ -249,7 +256,9 @@ def _shortened(about: str) -> str:
 
 def diff_command(
     old: Annotated[str, typer.Argument(help="a recipe's name or file, an experiment file, or the directory of a run")],
-    new: Annotated[str, typer.Argument(help="the same of what to compare with it")],
+    new: Annotated[
+        str, typer.Argument(help="the recipe, experiment or run to compare with the first, given in the same way")
+    ],
     imports: Imports = None,
 ) -> None:
     """Print the fields in which two recipes, experiments or runs differ, as lines `path: old -> new`.
@@ -269,7 +278,9 @@ def diff_command(
 
 
 def _declaration_of(source: str) -> dict[str, Any]:
-    """Return the resolved experiment of a run's directory or of an experiment file, or else the resolved recipe."""
+    """Return the resolved experiment if `source` is the directory of a run or an experiment file. Otherwise, return the
+    resolved recipe of this name or file.
+    """
     from eigengraft.optimizers.recipe.loading import load_recipe, read_yaml
 
     from ..training.experiment import load_experiment
@@ -291,7 +302,7 @@ OF_FILES = "--import FILE.py adds the kinds that a file defines"
 
 
 def unknown(source: str) -> RecipeError:
-    """Return the error about a name that is neither that of a recipe nor of a kind or a family."""
+    """Return the error about `source` if no recipe, kind, family, signal or file has this name."""
     from eigengraft.optimizers.recipe.loading import shipped_recipes
     from eigengraft.signals import known_signals
 
@@ -305,9 +316,10 @@ def unknown(source: str) -> RecipeError:
 
 
 def find_kinds(source: str) -> list[tuple[str, type[Component]]]:
-    """Return (family, component) for each kind that `source` names, as KIND or FAMILY.KIND.
+    """Return (family, component) for each kind that `source` names, as KIND or FAMILY.KIND. Return [] if no family has
+    the kind KIND.
 
-    Raises RecipeError if the family has no such kind.
+    Raises RecipeError if FAMILY has no kind KIND.
     """
     family, _, kind = source.rpartition(".")
     registered = _registered()
@@ -321,7 +333,9 @@ def find_kinds(source: str) -> list[tuple[str, type[Component]]]:
 
 
 def print_kind(family: str, member: type[Component]) -> None:
-    """Print a component: family, kind and import, its docstring with the formula, and a table of its fields."""
+    """Print a component: its family and kind, the Python line that imports it, its docstring with the formula, and a
+    table of its fields.
+    """
     kind = next(kind for kind, own in _registered()[family].members.items() if own is member)
     typer.echo(f"{family} '{kind}' (in Python: `from {public_module(member)} import {member.__name__}`)\n")
     typer.echo(summary(member))
@@ -332,9 +346,9 @@ def print_kind(family: str, member: type[Component]) -> None:
 
 
 def print_chain(recipe: Recipe) -> None:
-    """Print the name and the text of a recipe, and the path of each of its stages, as comments of YAML.
+    """Print the name of a recipe, its text `about` and the dotted path of each of its stages, as comments of YAML.
 
-    The first stage of each kind is followed by the formula of the kind.
+    Below the first stage of each kind, the formula of the kind is printed.
     """
     if recipe.about:
         title = f"{recipe.name}: {recipe.about}" if recipe.name else recipe.about
@@ -351,7 +365,9 @@ def print_chain(recipe: Recipe) -> None:
 
 
 def _formula(cls: type[Component]) -> str:
-    """Return the first paragraph of a component's docstring, and the first line of the second if it is the formula."""
+    """Return the first paragraph of a component's docstring. If it has no formula (`<-`), and the first line of the
+    second paragraph has one, add this line.
+    """
     first, second, *_ = *summary(cls).split("\n\n"), "", ""
     line = second.split("\n")[0].strip()
     return f"{first}\n{line}" if "<-" in line and "<-" not in first else first
@@ -401,7 +417,9 @@ def _about(cls: type[Component]) -> str:
 
 
 def _registered() -> dict[str, type[Component]]:
-    """Return the families of components ("stage", "cadence", ...) by name. Their members include imported ones."""
+    """Return the families of components ("stage", "cadence", ...) by name. Components that imported files define are
+    among their members.
+    """
     from eigengraft.component import families
 
     from .. import benches  # noqa: F401  defines the families of benches
@@ -411,7 +429,12 @@ def _registered() -> dict[str, type[Component]]:
 
 
 def _print_entries(head: Sequence[str], rows: Iterable[Sequence[str]], purposes: Sequence[Purpose] = ()) -> None:
-    """Print a table of rows, each of which begins with a name. If there are purposes, print a table for each."""
+    """Print a table of rows.
+
+    head: titles of the columns.
+    rows: texts of the columns. The first text of a row is the name of its entry.
+    purposes: groups of names. For each group, its title and a table of its rows are printed. (): one table is printed.
+    """
     by_name = {row[0]: row for row in rows}
     numbers = len(head) - 2 if head[:2] == _RECIPE_HEADS[:2] else 0
     for purpose, names in by_purpose(purposes, by_name):

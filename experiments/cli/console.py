@@ -41,8 +41,8 @@ def print_error(title: str, message: str) -> None:
 
 
 def describe_result(result: Result) -> str:
-    """Return two lines that describe the result of a run. A third line is added if the run got worse after its best
-    evaluation.
+    """Return two lines that describe the result of a run. A third line is added if the run did not diverge, but its
+    training loss ended far above its first value (`Result.diagnosis`).
     """
     if result.diverged or result.val_loss is None:
         head = f"diverged at step {result.steps}: {result.diagnosis or 'the loss or all gradients are not finite'}"
@@ -67,7 +67,7 @@ def to_yaml(data: Any) -> str:
 def print_routing(optimizer: eigengraft.Optimizer) -> None:
     """Print a table with a row for each parameter, as comments of YAML.
 
-    It says which route of the recipe (rule for some parameters) applies and why, into which blocks the parameter is
+    A row says which route of the recipe (rule for some parameters) applies and why, into which blocks the parameter is
     split, and how many bytes its state has.
     """
     rows = []
@@ -82,9 +82,11 @@ def print_routing(optimizer: eigengraft.Optimizer) -> None:
 
 
 def print_storage(optimizer: eigengraft.Optimizer) -> None:
-    """Print a row for each slot as comments of YAML: bytes as declared and as stored, in total and for each parameter.
+    """Print a table with a row for each slot, as comments of YAML.
 
-    If slots are offloaded, a column says where each slot is stored between steps.
+    A row has the bytes of the slot in the dtype in which it is computed, the bytes in its storage format, and the
+    latter divided by the number of entries of all parameters. If slots are offloaded, a column says where each slot is
+    stored between steps.
     """
     parameters = sum(math.prod(row.shape) for row in optimizer.routing_table())
     slots = [row for row in optimizer.slot_sizes() if row.role not in ("count", "failures")]
@@ -127,9 +129,10 @@ def print_table(
 
     footer: texts below the columns; empty: no footer.
     numbers: number of columns at the end that have numbers, which are aligned to the right.
-    expand: True if the table is as wide as the terminal, or has `PAGE` characters in a file or a pipe.
-    form: "comment": in a file or a pipe each line is a comment of YAML, and texts of the first column, such as paths of
-        fields, have one line; "markdown": a table in Markdown.
+    expand: if True, the table fills the width of the terminal, or at least `PAGE` characters in a file or a pipe.
+    form: "text": a plain table. "comment": the same, but in a file or a pipe each line is a comment of YAML, and texts
+        of the first column, such as paths of fields, are not continued on further lines. "markdown": a table in
+        Markdown.
     """
     markdown = form == "markdown"
     frame: dict[str, Any] = {"box": MARKDOWN if markdown else SIMPLE_HEAD, "show_edge": markdown, "pad_edge": markdown}

@@ -17,10 +17,12 @@ def sweep_command(
     study: Annotated[
         str, typer.Argument(help="a study file (YAML), the name of a shipped study, or an experiment file with an axis")
     ],
-    overrides: Annotated[list[str] | None, override_argument("changes of the study; lr=0.01,0.1 adds an axis")] = None,
-    out: Annotated[Path, typer.Option(help="folder of sweep.yaml and experiment.yaml")] = Path("sweep"),
+    overrides: Annotated[
+        list[str] | None, override_argument("dotted.path=value on the study; lr=0.01,0.1 adds an axis")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder for sweep.yaml and experiment.yaml")] = Path("sweep"),
 ) -> None:
-    """Write a sweep of Weights & Biases: axes and seeds as a grid, or the space of a search."""
+    """Write a study as a sweep of Weights & Biases: a grid of its axes and seeds, or a search if it has `tune`."""
     from ..exports import export_sweep
 
     path = export_sweep(study, out, overrides or ())
@@ -32,9 +34,12 @@ def algoperf_command(
     recipe: Annotated[str, typer.Argument(help="a shipped recipe's name, or a recipe file")],
     overrides: Annotated[
         list[str] | None,
-        override_argument("changes of the recipe; lr=0.001,0.01 or lr=interval(1e-4,1e-2) is a hyperparameter"),
+        override_argument(
+            "dotted.path=value on the recipe; several values (lr=0.001,0.01) or a range (lr=interval(1e-4,1e-2)) make "
+            "a hyperparameter"
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="folder of the submission")] = Path("submission"),
+    out: Annotated[Path, typer.Option(help="folder for the submission")] = Path("submission"),
 ) -> None:
     """Write a submission to AlgoPerf for PyTorch, with its search space."""
     from ..exports import export_algoperf
@@ -48,7 +53,9 @@ def algoperf_command(
 
 @export_app.command("benchopt")
 def benchopt_command(
-    out: Annotated[Path, typer.Option(help="folder of the solver, `solvers` of a benchmark")] = Path("solvers"),
+    out: Annotated[Path, typer.Option(help="folder for the solver, such as `solvers` in a benchmark")] = Path(
+        "solvers"
+    ),
 ) -> None:
     """Write a solver of benchopt for benchmarks that train a torch model, such as benchmark_nanogpt."""
     from ..exports import export_benchopt

@@ -103,7 +103,8 @@ def _meant_setting(command: Any, name: str, given: Sequence[str]) -> str:
     """Return the override that an unknown option probably means, such as seed=3 for --sed 3.
 
     Return "" if the option has no value, if the command has no overrides, or if no setting is near to the name or an
-    option of the command is nearer. Settings are read only for an option with a value, because that imports torch.
+    option of the command is nearer. The names of settings are read only for an option with a value, because reading
+    them imports torch.
 
     name: the unknown option.
     given: the command and its arguments.
@@ -179,7 +180,7 @@ def train_command(
     experiment: Annotated[Path, typer.Argument(help="an experiment file (YAML), or the directory of a run")],
     overrides: OverrideArguments = None,
     out: Annotated[
-        Path | None, typer.Option(help="the run's directory; default runs/NAME, or the run that is given")
+        Path | None, typer.Option(help="directory of the run; default runs/NAME, or the given directory of a run")
     ] = None,
     imports: Imports = None,
     checked: Annotated[
@@ -189,12 +190,12 @@ def train_command(
         int | None,
         typer.Option(
             metavar="STEPS",
-            help="continue the run in the directory, also a finished one, to STEPS steps; refused if its rates "
-            "depend on its length",
+            help="continue the run in the directory, also a finished one, to STEPS steps; refused if the learning "
+            "rates up to its first checkpoint depend on the number of steps",
         ),
     ] = None,
 ) -> None:
-    """Train once; the same command again continues a stopped run."""
+    """Do one training run; the same command again continues a stopped run."""
     from ..doctor import diagnose_result
     from ..training.experiment import load_experiment
     from ..training.parallel import is_first_process
@@ -240,11 +241,12 @@ def show_command(
 ) -> None:
     """Print the resolved recipe or experiment, the route of every parameter, and the bytes of every slot.
 
-    For a recipe, its purpose, the formulas of its stages and its counted cost are printed first.
+    For a recipe, its purpose, the formulas of its stages, and its time and memory for GPT-2 small, counted and not
+    measured, are printed first.
 
     For the kind of a component, print its formula and its fields. If a recipe and a kind have the same name, the recipe
-    is printed; FAMILY.KIND, such as `stage.shampoo`, always names the component. For a family, print what a member of
-    your own defines.
+    is printed; FAMILY.KIND, such as `stage.shampoo`, always names the component. For a family, print the methods that a
+    member of your own defines. For a signal, print its description.
     """
     from eigengraft.optimizers.recipe.loading import read_yaml, shipped_recipes
 
@@ -304,7 +306,10 @@ def show_command(
 
 
 def _cost_line(recipe: eigengraft.Recipe) -> str:
-    """Return a line with the counted cost of a recipe for GPT-2 small, or with the reason why it cannot be counted."""
+    """Return a line with the time of a step of GPT-2 small and the memory of the state under a recipe.
+
+    Both are counted from operations and shapes, not measured. If this is not possible, the line has the reason.
+    """
     from ..track.cost import COUNTED_MODELS, H100, TOKENS, state_bytes, step_ms
 
     model, title = next(iter(COUNTED_MODELS.items()))
@@ -323,7 +328,8 @@ def _cost_line(recipe: eigengraft.Recipe) -> str:
 @app.command("schema")
 def schema_command(
     of: Annotated[
-        Literal["recipe", "experiment", "study", "claims"], typer.Argument(help="what the schema is for")
+        Literal["recipe", "experiment", "study", "claims"],
+        typer.Argument(help="kind of file that the schema describes"),
     ] = "recipe",
     imports: Imports = None,
 ) -> None:

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 
 def reproduce_command(
-    folder: Annotated[Path, typer.Argument(help="a folder with claims.yaml, as papers/soap_2024")],
+    folder: Annotated[Path, typer.Argument(help="a folder with claims.yaml, such as papers/soap_2024")],
     check: Annotated[
-        bool, typer.Option("--check", help="run and write nothing: judge the results of the folder")
+        bool, typer.Option("--check", help="run and write nothing: check claims and pages against the folder's results")
     ] = False,
-    write: Annotated[bool, typer.Option("--write", help="run nothing: write its pages anew from its results")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="run nothing: write the pages of the folder again, from its results")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="directory of the runs; default runs/NAME of the folder")] = None,
     workers: Workers = None,
 ) -> None:
@@ -71,7 +73,10 @@ def _run_studies(folder: Path, claims: PaperClaims, out: Path, workers: int | No
 
 
 def _outdated(pages: Mapping[Path, str], renew: bool) -> list[str]:
-    """Return the paths whose files differ from their generated text. With `renew`, write all files and return none."""
+    """Return the paths whose files differ from their generated text. With `renew`, write all files and return none.
+
+    pages: path of a file -> its generated text.
+    """
     stale = []
     for path, text in pages.items():
         if renew:
@@ -97,25 +102,25 @@ def _print_verdicts(folder: Path, claims: PaperClaims) -> list[str]:
 
 
 track_app = typer.Typer(
-    no_args_is_help=True, help="A benchmark with fixed tasks and rules: steps to a loss, entries are recipes."
+    no_args_is_help=True, help="A benchmark of recipes with fixed tasks and rules: steps to a target loss of each task."
 )
 
-Folder = Annotated[Path, typer.Option(help="folder of the track, with entries.yaml, results.csv and the page")]
+Folder = Annotated[Path, typer.Option(help="folder of the track, with entries.yaml, results.csv and README.md")]
 
 
 @track_app.command("run")
 def track_run_command(
-    entry: Annotated[str, typer.Argument(help="an entry of the folder, a recipe file, or a shipped recipe's name")],
+    entry: Annotated[str, typer.Argument(help="an entry in entries.yaml, a recipe file, or a shipped recipe's name")],
     folder: Folder = Path("runs/track"),
     out: Annotated[Path | None, typer.Option(help="directory of the runs; default runs/track/runs/NAME")] = None,
     accumulate: Annotated[
         int | None,
-        typer.Option(min=2, help="micro-batches of every batch; default the entry's own number, else 1"),
+        typer.Option(min=2, help="number of parts into which every batch is split; default: that of the entry, or 1"),
     ] = None,
     workers: Workers = None,
     imports: Imports = None,
 ) -> None:
-    """Search the learning rate of an entry on every task, run it with every seed, and store its results in the folder.
+    """Search the learning rate of a recipe on every task, run it with every seed, and store its results in the folder.
 
     The same command again continues a stopped one.
     """
@@ -134,7 +139,7 @@ def track_run_command(
 def track_report_command(
     folder: Folder = Path("runs/track"),
     check: Annotated[
-        bool, typer.Option("--check", help="write nothing: say whether the page is that of its results")
+        bool, typer.Option("--check", help="write nothing: say whether README.md agrees with the folder's results")
     ] = False,
 ) -> None:
     """Print how many steps each recipe of a track takes to the target loss of each task. Write README.md and

@@ -37,11 +37,15 @@ def plan_command(  # noqa: PLR0913  its arguments are the command's options
         typer.Option(
             "--ranks",
             "--world",
-            help="number of ranks (world size); several, such as 8,64: a row for each; default that of --mesh, or 1",
+            help="number of ranks (world size); several, such as 8,64, print a row for each; default that of --mesh, "
+            "or 1",
         ),
     ] = None,
     mesh: Annotated[str | None, typer.Option(help="ranks along each axis of the device mesh, such as 2x4")] = None,
-    parallel: Annotated[DataParallel | None, typer.Option(help="default fsdp2, or hsdp on a mesh of two axes")] = None,
+    parallel: Annotated[
+        DataParallel | None,
+        typer.Option(help="how parameters are placed on ranks; default fsdp2, or hsdp if --mesh has two axes"),
+    ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "float64"], typer.Option(help="dtype of parameters and gradients")
     ] = "float32",
@@ -95,6 +99,7 @@ def _timed(recipe: Recipe, parameters: Sequence[Any]) -> Recipe:
 def _meshes(way: DataParallel, axes: tuple[int, ...], ranks: str | None) -> list[tuple[int, ...]]:
     """Return the shapes of the meshes for which plans are made, one for each number of ranks.
 
+    way: placement of parameters on ranks.
     axes: ranks along each axis of --mesh; () if it was not given.
     ranks: text of --ranks; None if it was not given.
     """
@@ -133,9 +138,10 @@ MAX_ROWS = 16
 
 
 def columns(unit: str) -> list[tuple[str, Callable[[Plan], Any], str]]:
-    """Return (title, function, unit) of every column of a table about the ranks of a plan.
+    """Return (title, function, unit) for every column of a table about the R ranks of a plan.
 
-    The function returns the values of all ranks of a plan, `[R]`.
+    The function receives the plan and returns the values of all ranks, `[R]`. The third entry is the unit of these
+    values: "B", "x" for a ratio, "" for a count, or the unit of work.
 
     unit: unit of the work of a step, "FLOP" or "ms".
     """
@@ -154,7 +160,9 @@ def columns(unit: str) -> list[tuple[str, Callable[[Plan], Any], str]]:
 
 
 def _everywhere(plan: Plan) -> list[Traffic]:
-    """Return the traffic of a step except the synchronization, which depends on the backend."""
+    """Return the messages of a step, one `Traffic` for each kind of message. The kind "synchronization" is left out,
+    because it depends on the backend.
+    """
     return [traffic for kind, traffic in plan.traffic.items() if kind != "synchronization"]
 
 

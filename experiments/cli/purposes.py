@@ -176,7 +176,8 @@ class RecipeNumbers(NamedTuple):
     steps: profile of steps, a score from 0 to 1 for the steps to the targets (see `profile_score`). It is 1 if the
         recipe needs the fewest steps of all recipes on every task.
     time: profile of time, the same score for the number of steps times the counted time of a step.
-    rates: largest over smallest of the best learning rates of the tasks; None also if a target was not reached.
+    rates: ratio of the largest to the smallest of the learning rates that were best on a task; None also if the target
+        of a task was not reached.
     convolutional: steps to the target of the task digits, a convolutional network; None also if it was not reached.
     text: steps to the targets of the tasks python and documentation, small GPTs on text, added; None also if one was
         not reached.
@@ -203,7 +204,7 @@ it.
 
 @cache
 def recipe_numbers() -> dict[str, RecipeNumbers]:
-    """Return scores, learning rate, bytes of state and time of a step of each shipped recipe, by its name."""
+    """Return the measured and counted numbers of each shipped recipe, by its name."""
     return {name: RecipeNumbers(*own) for name, own in _numbers_file()["recipes"].items()}
 
 
@@ -222,8 +223,8 @@ class Goal(NamedTuple):
     """Recipes for one goal.
 
     title: the goal.
-    recipes: (name, measured numbers) of the recipes that are named, the best first.
-    rule: rule by which they were chosen among the recipes that were run on the laptop track.
+    recipes: pairs (name of a recipe, text with its numbers for this goal), the best first. The text may be "".
+    rule: rule by which these recipes were chosen among the recipes that were run on the laptop track.
     """
 
     title: str
@@ -323,7 +324,9 @@ REST = Purpose("Others", "defined outside of the groups above", ())
 
 
 def by_purpose(purposes: Iterable[Purpose], names: Iterable[str]) -> Iterator[tuple[Purpose, list[str]]]:
-    """Yield the purposes that have members among `names`, each with these members. Names without purpose come last."""
+    """Yield the purposes that have members among `names`, each with these members. Names that are members of no purpose
+    come last, with the purpose `REST`.
+    """
     left = dict.fromkeys(names)
     for purpose in purposes:
         found = [name for name in purpose.members if name in left]

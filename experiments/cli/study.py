@@ -55,14 +55,18 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
     submit: Annotated[
         str | None, typer.Option(metavar="CLUSTER", help="submit workers as jobs through submitit: slurm, or local")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="jobs that --submit makes, of --workers processes each")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="number of jobs that --submit makes; each has --workers processes, or 1")
+    ] = 1,
     option: Annotated[
-        list[str] | None, typer.Option(help="name=value of a job, as slurm_partition=gpu or timeout_min=60; repeatable")
+        list[str] | None,
+        typer.Option(help="name=value for submitit's jobs, such as slurm_partition=gpu or timeout_min=60; repeatable"),
     ] = None,
 ) -> None:
     """Run every cell of a study with every seed; the same command again continues a stopped study.
 
-    Several such commands at once, on all machines that see the directory or the database, share the runs.
+    Several of these commands at the same time, on all machines that share the directory or the database, divide the
+    runs among them.
     """
     for name, value in (("--storage", storage), ("--submit", submit), ("--workers", workers)):
         if dry_run and value is not None:
@@ -100,7 +104,7 @@ def ablate_command(  # noqa: PLR0913  its arguments are the command's options
 
 def report_command(  # noqa: PLR0913  its arguments are the command's options
     directory: Annotated[Path, typer.Argument(help="the directory of a study, finished or not, or of runs")],
-    figures: Annotated[Path | None, typer.Option(help="also write the figures there, as SVG and PNG")] = None,
+    figures: Annotated[Path | None, typer.Option(help="folder for copies of the figures, as SVG and PNG")] = None,
     pdf: Annotated[bool, typer.Option("--pdf", help="write the figures of --figures as PDF too")] = False,
     width: Annotated[float, typer.Option(min=1, max=20, help="width of the figures in inches")] = 4.8,
     x: Annotated[
@@ -111,7 +115,9 @@ def report_command(  # noqa: PLR0913  its arguments are the command's options
     ] = "auto",
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="LABEL", help="leave out other runs: LABEL, AXIS=LABEL or a pattern as soap*; repeatable"),
+        typer.Option(
+            metavar="LABEL", help="report only runs of LABEL, AXIS=LABEL or a pattern such as soap*; repeatable"
+        ),
     ] = None,
     labels: Annotated[
         list[str] | None, typer.Option(metavar="LABEL=TEXT", help="text that replaces a label; repeatable")
@@ -129,9 +135,9 @@ def report_command(  # noqa: PLR0913  its arguments are the command's options
 ) -> None:
     """Write DIRECTORY/report.html: one self-contained page with curves, tables and differences of recipes.
 
-    Also writes runs.csv, tables.md and tables.tex there. With --only, these files are in DIRECTORY/only-LABELS, so that
-    those of all runs stay. The report of several studies has a panel for each
-    combination of task, data and length of runs.
+    Also writes runs.csv, tables.md and tables.tex there. With --only, all these files are written to
+    DIRECTORY/only-LABELS, so that the files about all runs are not replaced. The report of several studies has a panel
+    for each combination of task, data and length of runs.
     """
     from ..reports.report import Report
     from ..reports.tables import write_parquet
@@ -217,10 +223,12 @@ def _split_label(text: str) -> tuple[str, str]:
 def import_command(  # noqa: PLR0913  its arguments are the command's options
     file: Annotated[Path, typer.Argument(help="a CSV or JSONL file with a row for each logged step")],
     out: Annotated[Path, typer.Option(help="directory of the run; NAME/seed-0, NAME/seed-1 are seeds of one method")],
-    task: Annotated[str, typer.Option(help="name of the task and its data; runs of others are not compared")],
+    task: Annotated[str, typer.Option(help="name of the task and its data; only runs with the same name are compared")],
     columns: Annotated[
         list[str] | None,
-        typer.Argument(help="name of a column in the file: loss=train/loss val_loss=eval/loss step=global_step"),
+        typer.Argument(
+            help="column of the run=its name in the file: loss=train/loss val_loss=eval/loss step=global_step"
+        ),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(help="seed of the run; default: K of an --out NAME/seed-K, else 0")
@@ -336,7 +344,11 @@ def run_to_end(study: Study, directory: Path, workers: int | None, storage: str 
 
 @contextmanager
 def training_progress(name: str) -> Iterator[Callable[[Tick], None]]:
-    """Show progress with loss, step time and time left (see `Meter`). Yield the callback for `train`."""
+    """Show the progress of a run with loss, step time and time left (see `Meter`). Yield the function that `train`
+    calls after every step.
+
+    name: name of the run, which is printed before its bar.
+    """
     validation = ""
     bars: list[TaskID] = []
 
@@ -400,7 +412,9 @@ def sentence(preview: StudyPreview) -> str:
 
 
 def _load() -> str:
-    """Return a clause that says how many processes share each core; "" if this machine has an idle core."""
+    """Return a clause that says how many processes share each core. Return "" if these are fewer than 1.5, or if the
+    operating system does not report them.
+    """
     from ..studies.running import available_cores
 
     share = os.getloadavg()[0] / available_cores() if hasattr(os, "getloadavg") else 0.0
