@@ -144,8 +144,8 @@ class Explanation:
     """Text for all findings of one kind.
 
     usual: usual causes.
-    remedy: things to do, in the order in which they are tried, or a function that returns them for a run. Such a text
-        names only settings that the run has, and no setting that already has the advised value.
+    remedy: things to do, in the order in which they are tried, or a function that returns them for a run. The text that
+        a function returns names only settings that the run has, and no setting that already has the advised value.
     symptom: True if such a fault may be a symptom of a faulty layer or of the initial weights. Layers and initial
         weights are then checked too, and findings about them come first.
     """
@@ -441,9 +441,9 @@ class Record:
         """The ratio |update| / |weight| that the first step would have at the peak learning rate. None if no ratio was
         measured.
 
-        It is computed from the median ratio of the first step over layers. If the run has recorded no layers, it is
-        computed from the first row of metrics that has a ratio. If the ratio was measured in step k of a warm-up, it is
-        multiplied by warmup_steps / k, because step k has the fraction k / warmup_steps of the peak learning rate.
+        This is the median over layers of their ratios in the first step. If the run has recorded no layers, it is the
+        ratio in the first row of metrics that has one. A ratio of step k of a warm-up is multiplied by
+        warmup_steps / k, because step k has the fraction k / warmup_steps of the peak learning rate.
         """
         rows = [(row["step"], row["update_ratio"]) for row in self.run.rows if row.get("update_ratio") is not None]
         firsts = [*self.run.layers.get("update_ratio_first", {}).values()]
@@ -510,7 +510,7 @@ class Record:
 
     @property
     def quarters(self) -> list[float]:
-        """Median loss in each quarter of the run. If fewer than four losses were logged, these losses."""
+        """Median loss in each quarter of the rows of the run. If there are fewer than four losses, these losses."""
         losses = self.losses
         size = max(1, len(losses) // 4)
         ends = range(len(losses), max(0, len(losses) - 4 * size), -size)
@@ -593,10 +593,13 @@ def diagnose_all(directory: str | Path, with_task: bool = True) -> list[Diagnosi
 
 
 def diagnose_study(directory: str | Path) -> list[Diagnosis]:
-    """Find the faults of all runs of a study in about a second, as `diagnose_all` does without the task.
+    """Find the faults of all runs of a study, as `diagnose_all` does, in about a second.
 
-    The task is loaded too if this is quick, by the rule of `diagnose_result`, until QUICK_STUDY seconds have passed.
-    The first run of each cell comes first. Diagnoses of runs whose task was not loaded have a note that says so.
+    The task of a run is loaded only if this is quick, by the rule of `diagnose_result`, and fewer than QUICK_STUDY
+    seconds have passed. The first runs of all cells are diagnosed first, so that their tasks are loaded. Diagnoses of
+    runs whose task was not loaded have a note that says so.
+
+    Returns a diagnosis for each run that has started, in the order of the study.
     """
     runs = [run for run in read_records(Path(directory)).runs if run.config]
     cells = group_by(runs, lambda run: tuple(run.labels.values())).values()
@@ -610,9 +613,10 @@ def diagnose_study(directory: str | Path) -> list[Diagnosis]:
 
 
 def _is_quick(directory: Path, undivided: bool, step_ms: float) -> bool:
-    """Return True if the task of a run may be loaded again, by the rule of `diagnose_result`.
+    """Return True if the task of a run can be loaded again quickly, by the rule of `diagnose_result`.
 
-    undivided: True if the run was on the CPU, without micro-batches.
+    directory: directory of the run.
+    undivided: True if the run was on the CPU, and its batches were not split into micro-batches.
     step_ms: milliseconds of a step.
     """
     size = read_object(directory / "env.json").get("data", {}).get("size", math.inf)
@@ -684,11 +688,13 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
 
 
 def _has_other_cause(record: Record, found: Finding, kinds: set[FindingKind]) -> bool:
-    """Return True if a finding whose advice is another learning rate follows from another finding.
+    """Return True if a finding of the kind "learning rate" or "stalled" follows from another finding. Its advice,
+    another learning rate, would then mislead.
 
-    The losses of a run whose first loss is meaningless say nothing about the learning rate. Only updates that are too
-    large do. A loss that does not fall is left out too if another finding advises a lower learning rate, because the
-    advice against a stall may be a higher one.
+    If initial weights, inputs, targets or the loss function are at fault, the losses of the run say nothing about the
+    learning rate. A finding "learning rate" then follows from this fault, unless an update was too large. A finding
+    "stalled" follows from it too, and also from any finding that advises a lower learning rate, because its own advice
+    may be a higher one.
 
     kinds: kinds of all findings of the run.
     """
@@ -743,8 +749,9 @@ def _lower(record: Record) -> str:
 
 
 def _alone(record: Record) -> str:
-    """Return advice about the layer in which a fault began (`Record.began`), before all else. Return "" if there is no
-    such layer, or if a route multiplies its learning rate, which has advice of its own.
+    """Return "first check ... alone; then ": advice about the layer in which a fault began (`Record.began`), to be put
+    before other advice. Return "" if there is no such layer, or if a route multiplies the learning rate of this layer,
+    because there is other advice about routes.
     """
     name = record.began[0]
     if not name or _route(record, name):
@@ -753,7 +760,9 @@ def _alone(record: Record) -> str:
 
 
 def _slow(record: Record) -> str:
-    """Return advice to lower the learning rate before all else if the first update was far too large, else ""."""
+    """Return "first divide lr ...; then ", to be put before other advice, if the first update was too large
+    (LARGE_STEP). Otherwise return "".
+    """
     first = record.first_step
     if first is None or first < LARGE_STEP:
         return ""
@@ -763,11 +772,13 @@ def _slow(record: Record) -> str:
 def _raise(record: Record) -> str:
     """Return advice about a loss that does not fall. It depends on the largest measured ratio |update| / |weight|.
 
-    If all updates were 0, the advice is to set the learning rate. If the ratio was small, it is to multiply the rate by
-    a factor. The factor brings the ratio to `Record.target`, but the rate to at most FAR times that of the recipe or
-    REMARKABLE times its own, whichever is more. In all other cases, the advice is to train longer or to try other
-    rates. A ratio is small if it is at most `Record.target` / REMARKABLE, and if all updates together could not change
-    the weights by their own norm.
+    - All updates were 0: set the learning rate.
+    - The ratio was small: multiply the learning rate by `Record.target` / ratio. The new rate is limited to FAR times
+      that of the recipe, or to REMARKABLE times the present rate if this is larger.
+    - All other cases: train for more steps, or try other rates.
+
+    A ratio is small if it is at most `Record.target` / REMARKABLE, and if the updates of all steps together could not
+    have changed the weights by the norm of the weights.
     """
     own, largest = record.recipe_rate, record.largest_step
     if record.rate == 0 or (largest == 0 and record.has_gradients):  # all updates were rounded to 0
@@ -820,8 +831,8 @@ def _further(record: Record) -> str:
 def _grows_with_gradients(recipe: Any) -> bool:
     """Return True if gradients that are 1000 times larger make the updates of a matrix at least twice as large.
 
-    The recipe's own update is tried in three steps, without communication. Returns False if this is not possible, as
-    for an update that needs a model.
+    This is tried with an 8 x 8 matrix in three steps of the recipe's `update`, on this process alone. Returns False if
+    such steps are not possible, for example because the update needs a model.
     """
     sizes, draws = [], generator(0)
     gradients = [torch.from_numpy(draws.standard_normal((8, 8))).float() for _ in range(3)]
@@ -847,7 +858,11 @@ def _is_slow(record: Record) -> bool:
 
 
 def _lower_layer(record: Record) -> str:
-    """Return advice to lower the setting that scales the updates of one layer; "" if this is that of a slow run."""
+    """Return advice to lower the setting that scales the updates of one layer.
+
+    The setting is `lr_multiplier` if the recipe has routes, else `lr`. Return "" in place of the advice about `lr` if
+    the loss does not fall (`_is_slow`).
+    """
     if _setting(record.run.config, "recipe", "routes"):
         return "lower `lr_multiplier` of its route, "
     return "" if _is_slow(record) else "lower lr, "
@@ -904,10 +919,11 @@ def _has_zero_layer(record: Record) -> bool:
 def _of_fault(record: Record) -> Iterator[Finding]:
     """Yield a finding about the recorded fault of the run, if there is one.
 
-    It names the learning rate in place of the recorded cause in two cases:
+    The finding names the learning rate in place of the recorded cause in two cases:
 
-    - The recorded cause is the model, and the fault came after the first step. An update was too large, or the learning
-      rate is at least FAR times that of the recipe and the loss hardly fell or rose far (`_is_untroubled` is False).
+    - The recorded cause is the model, the fault came after the first step, and the learning rate is suspect: an update
+      was too large, or the learning rate is at least FAR times that of the recipe and the loss hardly fell or rose far
+      (`_is_untroubled` is False).
     - The run is imported, its finite losses rose, and its last loss is not finite.
     """
     fault = record.fault
@@ -959,7 +975,9 @@ def _extent(record: Record, fault: Fault) -> str:
 
 
 def _of_end(record: Record) -> Iterator[Finding]:
-    """Yield a finding about how the run ended, unless a recorded fault has ended it."""
+    """Yield a finding about an error that ended the run, a learning rate of 0, a loss that rose or did not fall, or
+    matrices that grew. Yields nothing if there is none of these, or if a recorded fault ended the run.
+    """
     if record.run.result.get("diverged") and record.fault is None:  # older versions recorded no fault
         yield Finding("learning rate", record.run.result["steps"], "", record.run.result["diagnosis"])
     elif record.run.error and not record.run.result and record.fault is None:
@@ -1012,8 +1030,8 @@ def _grown(record: Record) -> str:
 
 
 def _is_untroubled(record: Record) -> bool:
-    """Return True if the training loss fell by at least LEAST_RISEN of its first value, and never rose to WORSE times
-    its first value. If an update was too large, the loss must have halved.
+    """Return True if the loss (`Record.loss`) fell by at least LEAST_RISEN of its first value, and never rose to WORSE
+    times its first value. If an update was too large, the loss must have halved.
     """
     first, last = record.first_loss, record.last_loss
     if first is None or last is None or max(record.losses) >= WORSE * first:
@@ -1069,13 +1087,14 @@ def _route(record: Record, layer: str) -> str:
 
 
 def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
-    """Yield a finding about a layer whose weights grew far more, or whose updates were far larger, than those of the
-    other layers. Yields nothing if there is no such layer. Growth is measured from a layer's first norm, or from a
-    usual norm if the first norm is smaller.
+    """Yield a finding about a layer whose weights grew far more than those of the other layers. If there is none, and
+    `sick` is True, yield a finding about a layer whose updates were far larger than those of the other layers.
 
-    sick: True if another check found a fault. If False, the layer must have grown EXPLODED_ALONE times more than
-        otherwise, because layers also grow in healthy runs. An update as large as the layer's weights, the largest of
-        all layers, lifts this demand if updates of the other layers were healthy.
+    Growth is measured from a layer's first norm, or from a usual norm if the first norm is smaller.
+
+    sick: True if another check found a fault. If False, the growth must be EXPLODED_ALONE times larger, because layers
+        also grow in healthy runs. The smaller limit is used in spite of False if one update of the layer was as large
+        as its weights and the largest of all layers, while the updates of the other layers were healthy.
     """
     fastest, peak, typical = record.peak
     rows = [row for row in record.run.rows if row.get("weight_growth_largest_layer")]
@@ -1151,7 +1170,9 @@ def _layer(parameter: str) -> str:
 
 
 def _too_small(record: Record) -> float | None:
-    """Return the largest logged ratio |update| / |weight| if weights changed by at most 0.1 % in the run, else None."""
+    """Return the largest logged ratio |update| / |weight| if it is below SMALL_STEP, and the updates of all steps could
+    change the weights by at most 0.1 %. Otherwise return None.
+    """
     largest = max(record.numbers("update_ratio"), default=math.inf)
     return largest if largest < SMALL_STEP and largest * record.run.rows[-1]["step"] <= 1000 * SMALL_STEP else None
 
@@ -1215,7 +1236,9 @@ def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Findi
 
 
 def _learned_poorly(record: Record, start: FirstBatch) -> bool:
-    """Return True if the last accuracy is below POOR. Without an accuracy, return True if the loss has not halved."""
+    """Return True if the last accuracy is below POOR. Without an accuracy, return True if the last loss is above half
+    of the first loss, or above half of the loss of a constant guess.
+    """
     accuracies, first, last = record.numbers("val_accuracy"), record.first_loss, record.last_loss
     if accuracies:
         return bool(accuracies[-1] < POOR)
@@ -1228,7 +1251,10 @@ def _is_worse_than_mean(record: Record, start: FirstBatch) -> bool:
 
 
 def _only_learned_poorly(record: Record, start: FirstBatch, sick: bool) -> bool:
-    """Return True if the model learned poorly, and neither another fault nor a large first loss is known."""
+    """Return True if the model learned poorly although its first loss was not large and no other check found a fault.
+
+    sick: True if another check found a fault.
+    """
     return not sick and not start.is_large and _learned_poorly(record, start)
 
 

@@ -121,8 +121,11 @@ def _argument(value: Any) -> Any:
 
 
 def _distribution(values: Any) -> dict[str, Any]:
-    """Convert one parameter of a search, a range or a list of values, to the entry of that parameter in a sweep
-    configuration.
+    """Return the entry of one parameter of a search in the file of a sweep.
+
+    Raises RecipeError for a logarithmic range of whole numbers, which W&B lacks.
+
+    values: a `Range`, or a list of values.
     """
     if not isinstance(values, Range):
         return {"values": list(map(_argument, values))}
@@ -194,7 +197,10 @@ def export_algoperf(
 
 
 def _range(path: str, low: str | float, high: str | float) -> dict[str, Any]:
-    """Return the entry of a search space of AlgoPerf for a range."""
+    """Return the entry of a search space of AlgoPerf for a hyperparameter with a range.
+
+    path: path of the hyperparameter, which errors name.
+    """
     try:
         ends = float(low), float(high)
     except ValueError:

@@ -54,9 +54,10 @@ def make_directory(path: Path) -> None:
 
 
 def files_named(name: str, directory: Path) -> Iterator[Path]:
-    """Yield all files of a name in a directory and its subdirectories, in no order.
+    """Yield the paths of all files with the name `name` in a directory and its subdirectories, in no order.
 
-    Subdirectories may be removed meanwhile, as checkpoints are by a worker that trains. `Path.rglob` fails then.
+    Subdirectories may be removed during the search: a worker that trains removes old checkpoints. `Path.rglob` would
+    fail then.
     """
     for folder, _, files in os.walk(directory):
         if name in files:
@@ -105,7 +106,7 @@ def write_text(path: Path, text: str) -> None:
 class JsonLines:
     """A file of JSON objects, one per line, each with its `step`. Rows are appended, with ascending steps.
 
-    A kill during an append leaves a last line without an end, which is no row.
+    A kill during an append leaves a last line without a newline. This line does not count as a row.
     """
 
     def __init__(self, path: Path) -> None:

@@ -143,11 +143,11 @@ def _classes(outputs: Any, targets: Tensor) -> int:
 
 
 def _of_uniform(task: Task, outputs: Tensor, targets: Tensor) -> float:
-    """Return the loss of outputs that give all classes the same probability; 0 if it is not known.
+    """Return the task's loss for outputs that give all classes the same probability. Return 0 if it is not known.
 
-    The loss is known if it is positive and the same for the first half of the batch. A loss that is a sum over rows is
-    smaller there. The outputs are logarithms of probabilities, so that the cross-entropy and a loss that expects such
-    logarithms have the same value.
+    It is known if it is positive, and the same for the whole batch and for its first half. A loss that is a sum over
+    rows is smaller for the half. The outputs are logarithms of probabilities, so that the cross-entropy and a loss that
+    expects such logarithms have the same value.
     """
     uniform = torch.full_like(outputs, -math.log(outputs.shape[-1]))
     half = len(targets) // 2
@@ -168,11 +168,12 @@ def _large_layer(model: nn.Module, loss: Callable[[Any], float], inputs: Any, co
     """Return the name of the matrix whose initial weights alone make the first loss large, and a clause about it.
     Return "" twice if there is no such matrix.
 
-    The relative size (`relative_size`) of this matrix is at least LARGE_LAYER, and at least LARGE_LAYER times that of
-    each other matrix. If the matrix is scaled down to 1 or to the largest other relative size, the loss is no longer
-    large.
+    Two conditions must hold. The relative size (`relative_size`) of the matrix is at least LARGE_LAYER, and at least
+    LARGE_LAYER times that of each other matrix. And the loss is at most LARGE_START times `constant` after the matrix
+    was scaled down to the larger of relative size 1 and the largest relative size of the others.
 
     loss: function that returns the loss of outputs.
+    inputs: inputs of the first batch.
     constant: loss of a constant guess, as in `FirstBatch`.
     """
     matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1}
@@ -209,7 +210,10 @@ def _are_equal(labels: Tensor) -> bool:
 
 
 def _of_mean(task: Task, outputs: Tensor, targets: Tensor) -> float:
-    """Return the loss of outputs that are the mean of the targets; infinity if outputs have another shape."""
+    """Return the loss in a regression if all outputs are the mean of the targets over the batch.
+
+    Return infinity if outputs and targets differ in shape, or if targets are no floating-point numbers.
+    """
     if outputs.shape != targets.shape or not targets.is_floating_point():
         return math.inf
     return task.loss(targets.mean(0, keepdim=True).expand_as(outputs), targets).item()
@@ -264,9 +268,9 @@ def uneven_inputs(inputs: Tensor, names: Sequence[str]) -> tuple[str, Tensor]:
     """Return a sentence about columns that are much larger than usual columns, and the inputs with these columns
     divided so that they have the usual size. The sentence is "" if there are none.
 
-    The size of a column is its root mean square. The usual size is the median of these sizes over all columns, each
-    without its entries that are 0, so that columns with few ones are as large as columns of ones. A column is much
-    larger if its size is UNEVEN times the usual size. Inputs of other shapes than [B, columns] have no columns.
+    The size of a column is its root mean square. A column is much larger if its size is at least UNEVEN times the usual
+    size. The usual size is the median over columns of the root mean square of their entries other than 0. So a column
+    with few entries of 1 and a column of ones count alike. Inputs of other shapes than [B, columns] have no columns.
 
     names: names of the columns; (): columns are numbered.
     """

@@ -110,7 +110,7 @@ class RunLog:
         self._began, self._last = time.perf_counter(), 0
 
     def row(self, step: int, loss: float | None = None, **numbers: float | None) -> None:
-        """Append a row. The first row of a log that continues a run drops the run's rows from its step on.
+        """Append a row. If the log continues a run, its first row drops the run's rows of the same and of later steps.
 
         Args:
             step: number of steps so far, from 1, and larger than that of the row before.

@@ -26,7 +26,8 @@ NODE = 8
 
 def plan_command(  # noqa: PLR0913  its arguments are the command's options
     model: Annotated[
-        str, typer.Argument(help="a task, gpt2, llama-1b, llama-8b, llama-70b, or a .json or .yaml file of shapes")
+        str,
+        typer.Argument(help="model: a task, gpt2, llama-1b, llama-8b, llama-70b, or a .json or .yaml file of shapes"),
     ],
     overrides: Annotated[
         list[str] | None, override_argument("dotted.path=value on the recipe: blocking.size=512")

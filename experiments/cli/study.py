@@ -222,7 +222,9 @@ def _split_label(text: str) -> tuple[str, str]:
 
 def import_command(  # noqa: PLR0913  its arguments are the command's options
     file: Annotated[Path, typer.Argument(help="a CSV or JSONL file with a row for each logged step")],
-    out: Annotated[Path, typer.Option(help="directory of the run; NAME/seed-0, NAME/seed-1 are seeds of one method")],
+    out: Annotated[
+        Path, typer.Option(help="directory of the run; runs in NAME/seed-0, NAME/seed-1 are seeds of one method")
+    ],
     task: Annotated[str, typer.Option(help="name of the task and its data; only runs with the same name are compared")],
     columns: Annotated[
         list[str] | None,
@@ -257,9 +259,9 @@ def demo_command(
 ) -> None:
     """Compare AdamW, Shampoo, SOAP and Muon, each at its tuned learning rate, on three small tasks; write a report.
 
-    The runs of the first seed come first, and of these the runs of the quickest task. After each of these two parts, a
-    report is written, and the time of all other runs is estimated from the finished runs and printed. With
-    `seeds=[0]` the command ends after the first seed.
+    The quickest task is run with the first seed first, then all tasks with the first seed, then all other seeds. After
+    each of the first two parts, a report is written, and the time of all other runs is estimated from the finished runs
+    and printed. With `seeds=[0]` the command ends after the first seed.
     """
     from ..reports.report import Report
     from ..studies.preview import preview_study
