@@ -107,7 +107,11 @@ class DatabaseRendezvous(Rendezvous):
 
 @dataclass(frozen=True)
 class DatabaseLeases(Leases):
-    """The lease of one run as a row. A worker counts as alive if its last heartbeat is at most `STALE` seconds old."""
+    """The lease of one run as a row of a table. A worker counts as alive for `STALE` seconds after its last heartbeat.
+
+    url: URL of the database.
+    key: key of the run in the table, a hash of the names of study and run.
+    """
 
     url: str
     key: str
@@ -169,9 +173,9 @@ _CHECKS = "check the URL, whether the server runs, and whether this user may cre
 
 @lru_cache
 def _engine(url: str) -> sql.Engine:
-    """Return the engine of a database, after its tables were created if they were missing.
+    """Return the engine of the database at `url`. Tables that are missing are created.
 
-    Connections are closed after each transaction, so that processes may be forked.
+    Connections are closed after each transaction, because a forked process must not use connections of its parent.
     """
     try:
         parsed = sql.make_url(url)

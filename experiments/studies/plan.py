@@ -128,14 +128,18 @@ def plan_runs(study: Study, tuned: Mapping[str, TunedCell] | None = None) -> lis
 
 
 def _located(study: Study, fault: str, names: Sequence[str]) -> str:
-    """Return the text of a fault with its place: an axis if all cells have the fault, else the cells that have it."""
+    """Return the text of a fault with its place: its axis if the text begins with the name of an axis and all cells
+    have the fault. Otherwise, the place is up to four cells that have it.
+
+    names: names of the cells that have the fault.
+    """
     is_axis = fault.partition(":")[0] in study.axes and len(names) == sum(1 for _ in cells(study))
     return f"axes.{fault}" if is_axis else f"{name_some(names, 4)}: {fault}"
 
 
 def changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Experiment:
     """Return the experiment `base` with values set by dotted path. Raises RecipeError if the result is invalid."""
-    # Whole fields are set first, because a path into a recipe refers to the recipe that the cell has set.
+    # Whole fields, such as `recipe`, are set before paths, because a path into a recipe is one of the cell's recipe.
     complete = {path: value for path, value in changes.items() if path in Experiment.model_fields}
     deep = [f"{path}={json.dumps(value)}" for path, value in changes.items() if path not in complete]
     return load_experiment({**base, **complete}, deep)
@@ -193,7 +197,8 @@ class StudyPlan:
         it has the runs that the study compares.
     next: all runs of the phase.
     left: runs of the phase without a result.
-    own: the runs that the study compares, with the steps and values that are known so far.
+    own: the runs that the study compares. Their experiments have the steps and values that timed runs and searches have
+        determined so far.
     tuned: results of completed searches, by name of the cell.
     """
 
@@ -271,8 +276,9 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
 def refuse_changed_study(config: Mapping[str, Any], environment: Mapping[str, Any], directory: Path) -> None:
     """Raise RecipeError if runs of the study in `directory` had other code or data than a run that is about to train.
 
-    An imported file is compared with runs that import it. The data are compared with those of runs that have a task of
-    the same kind and file. If these tasks differ in other fields, the data of the other task are loaded.
+    An imported file is compared with those runs in `directory` that import it too. The data are compared with those of
+    runs whose task has the same kind and the same data file. If the recorded data of such a run differ, the reason may
+    be another field of its task, so the data of its task are loaded and compared.
 
     config, environment: configuration and environment of the run that is about to train.
     """
@@ -303,7 +309,13 @@ def _data_of(task: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _begun_runs(cells: Iterable[Path], directory: Path) -> Iterator[tuple[Path, Path, RunDirectory]]:
-    """Yield (cell, folder, run) of every run of these cells, in any phase, that has a result or a checkpoint."""
+    """Yield (cell, folder, run) for every run of these cells that has a result or a checkpoint.
+
+    A cell has a folder for the runs that the study compares, one for timed runs and one for runs of its search.
+
+    cells: directories of the cells, relative to that of the study.
+    directory: directory of the study.
+    """
     for cell in cells:
         for phase in PHASES:
             for path in files_named("env.json", directory / phase / cell):
@@ -314,7 +326,7 @@ def _begun_runs(cells: Iterable[Path], directory: Path) -> Iterator[tuple[Path, 
 def _refuse_faults(faults: Mapping[str, Sequence[Path]], directory: Path) -> None:
     """Raise RecipeError if there are faults.
 
-    faults: for each difference of code or data, the folders of the runs that have it.
+    faults: for each difference of code or data, the folders of the cells of the runs that have it, one for each run.
     """
     if faults:
         affected = dict.fromkeys(folder for folders in faults.values() for folder in folders)
@@ -392,8 +404,8 @@ class _CellSearch:
 
     def left(self) -> list[PlannedRun]:
         """Read all completed trials and return the runs to do next. An empty list means that the search is complete."""
-        # Each iteration adds the trials of all wanted values. The loop ends if one of these values has runs to do, or
-        # if no values are wanted.
+        # Each iteration appends the completed trials of the proposed values. The loop ends when a proposed value has
+        # runs that are not done, or when no values are proposed.
         while wanted := self.tuning.next(self.experiment, self.trials):
             ended: dict[str, Trial | None] = {trial_name(trial.values): trial for trial in self.trials}
             new = {name: values for values in wanted if (name := trial_name(values)) not in ended}
@@ -418,9 +430,10 @@ class _CellSearch:
         return planned
 
     def _trial(self, values: Values, runs: Sequence[PlannedRun]) -> Trial | None:
-        """Return the trial of these runs, or None while a run has not ended. A failed run makes the trial diverged.
+        """Return the trial of `values`, computed from its runs. Return None while one of the runs has not ended. If a
+        run failed, the trial counts as diverged: its score is infinite.
 
-        Raises RecipeError if a run was lost by its data, because all other values would be lost too.
+        Raises RecipeError if a run diverged because its data are at fault. Runs with other values would diverge too.
         """
         scores, seconds, stopped, curves = [], 0.0, [], {}
         for planned in runs:
@@ -501,7 +514,8 @@ def plan_timing(study: Study, directory: Path, failed: Collection[str] = ()) -> 
         ratio = median(one[base] / one[cell.name] for one in seconds)
         steps = max(1, round(rounds[0][base].experiment.steps * ratio))
         lengths.append(Setting(when={k: (label,) for k, label in cell.labels.items()}, set={"steps": steps}))
-    # Not validated, because labels of an axis `steps` are the steps of the baseline alone.
+    # `model_copy` does not validate. A validation would refuse the computed steps in a study with an axis `steps`,
+    # whose labels are the steps of the baseline alone.
     return [], study.model_copy(update={"equal": "steps", "settings": (*study.settings, *lengths)})
 
 
@@ -509,6 +523,8 @@ def _timed_run(study: Study, cell: Cell, turn: int) -> PlannedRun:
     """Return a run of only the first steps of the cell, without diagnostics and intermediate checkpoints.
 
     It has only the callbacks that may provide signals, because without these its recipe may not run.
+
+    turn: number of the round, from 0.
     """
     experiment = changed(study.base, cell.changes)
     steps = min(TIMED_STEPS, experiment.steps)

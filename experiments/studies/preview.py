@@ -65,7 +65,10 @@ class StudyPreview:
 
 
 def preview_study(study: Study, directory: Path) -> StudyPreview:
-    """Check a study by `plan_study` and return the runs that `directory` lacks. Raises RecipeError; writes nothing."""
+    """Check a study by `plan_study`, which raises RecipeError, and return a preview of its runs. Nothing is written.
+
+    directory: directory of the study. Runs that it already has count as complete.
+    """
     checked = plan_study(study, directory)
     timing, study = plan_timing(study, directory)
     planned = checked.own

@@ -38,8 +38,8 @@ faster or slower than expected, so that less progress says little about the othe
 class Meter:
     """A context manager that shows progress: bars in a terminal, else lines of plain text.
 
-    A line has the date, the text of the first bar, and that of the bar that was just updated. Between two lines at
-    least 10 seconds pass.
+    A line has the date, and names and texts of two bars: the first bar and the bar that was just updated. At least 10
+    seconds pass between two lines.
 
     console: console for bars and lines. None: standard error.
     """
@@ -78,11 +78,13 @@ class Meter:
         self._left.pop(bar, None)
 
     def update(self, bar: TaskID, done: float, text: str) -> None:
-        """Set how far a bar is, and its text. The time left is added to the text.
+        """Set how far a bar is, and its text. From 5 seconds after the first update on, the time left is added to the
+        text.
 
-        The time left assumes the speed since the first update of the bar. The start of processes and compilation, which
-        come before, do not count. If the bar has expected seconds, these count too, the less the more has been done,
-        and no longer after a tenth of the bar. The time left of the first bar is at least that of every other bar.
+        The time left follows from the speed since the first update of the bar. The start of processes and compilation
+        come before this update and do not count. If the bar has expected seconds, the time left is a mean of two times,
+        by the measured and by the expected speed. The weight of the measured speed rises from 0 to 1 over the first
+        tenth of the bar. The time left of the first bar is at least that of every other bar.
         """
         now, total = monotonic(), next(task.total or 0.0 for task in self._bars.tasks if task.id == bar)
         began, first = self._first.setdefault(bar, (now, done))
@@ -123,6 +125,7 @@ def study_progress(
     """Show the progress of a phase of a study: a bar for all runs, a bar for each run in progress, and a line for each
     finished run. Yield the function that receives the events of the runs.
 
+    prepared: the phase with its runs.
     console: console for the bars and lines. None: standard error.
     workers: number of processes.
     """

@@ -3,8 +3,8 @@
 A run is trained by only one worker at a time, however many workers and machines a study has. A worker holds the lease
 of a run while it trains the run. Creating a lease fails if the run has one, so that exactly one of several workers
 succeeds. The lease is removed when the run has ended or failed. The lease of a worker that died remains, and the next
-worker removes it before it creates its own. Each lease has a random token, by which it is removed. A slow worker
-therefore never removes the lease that another worker has created since it looked.
+worker removes it before it creates its own. Each lease has a random token, by which it is removed. So if two workers
+find the lease of a dead worker, the slower one does not remove the new lease that the faster one has created.
 
 `FileLeases` stores leases as files beside the run, `database.py` as rows of a table. Optuna's heartbeats are not used.
 These belong to `Study.optimize` and restart a dead trial as a new trial. With them, a run would not continue from its
@@ -133,8 +133,9 @@ class Leases(ABC):
 class FileLeases(Leases):
     """The lease of one run as a file in a directory that all workers see.
 
-    The file `seed-0.lease/<number>-<token>` beside the run `seed-0` exists while a worker holds the run. A directory is
-    renamed to `seed-0.lease`, with the file complete and locked inside. This fails if `seed-0.lease` has a file.
+    The file `seed-0.lease/<number>-<token>` beside the run `seed-0` exists while a worker holds the run. To create the
+    lease, a worker makes a directory of another name, with the file complete and locked inside, and renames it to
+    `seed-0.lease`. The renaming fails if a directory `seed-0.lease` with a file exists.
 
     run: directory of the run.
     """
@@ -169,7 +170,8 @@ class FileLeases(Leases):
         make_directory(draft)
         with _locked_file(draft / self._file(own).name):
             with suppress(OSError):
-                # Removes an empty folder only. Windows cannot rename a directory to the name of an existing one.
+                # Windows cannot rename a directory to the name of an existing one, so an empty folder is removed first.
+                # If the folder contains a lease, `rmdir` fails and removes nothing.
                 self._folder.rmdir()
             try:
                 draft.rename(self._folder)

@@ -1,7 +1,7 @@
 """The expected time of the runs of a study, and the planned memory of their optimizers. Nothing is run.
 
-The time is guessed from operations, for an idle core of a common desktop. The guess is wrong by the speed of the
-machine and by its other load, which may be a factor of 10. Finished runs of the study correct it by their own time.
+The time is guessed from the number of floating-point operations, for an idle core of a common desktop. The speed of the
+machine and its other load may make the guess wrong by a factor of 10. Measured times of finished runs correct it.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class StudyCost:
 def study_cost(planned: Iterable[PlannedRun], directory: Path) -> StudyCost:
     """Return the expected cost of runs. The seconds are guessed and, if `directory` has finished runs, corrected.
 
-    A cell is one combination of labels, with its runs over seeds. The guessed seconds of its runs are multiplied by the
-    measured time of a step divided by the guessed time. The measured time is the median over finished runs of the cell,
-    including runs of searches and timed runs.
+    A cell is one combination of labels, with its runs over seeds. The guessed seconds of its runs are multiplied by a
+    factor: the measured time of a step divided by the guessed time. The measured time is the median over finished runs
+    of the cell, including runs of searches and timed runs.
 
-    The runs of a cell without finished runs are multiplied by the median factor of the cells with the same task.
-    Without such cells, the factor is a mean of two medians, weighted by the fixed and the other part of a guessed step.
-    One median is that of cells whose steps are mostly fixed, the other that of all other cells. A missing median counts
-    as 1.
+    For a cell without finished runs, the factor is the median of the factors of cells with the same task. Without such
+    cells, it is a weighted mean of two medians of factors. One is over all cells whose guessed step is mostly `fixed`
+    (see `RunCost`), and its weight is the fixed part of the guessed step of the run. The other is over all other cells,
+    and its weight is the rest of the step. A median over no cells counts as 1.
     """
     runs, measured, known = list(planned), dict[str, list[float]](), dict[str, RunCost]()
     tasks, costs = dict[str, str](), dict[str, RunCost]()
@@ -106,8 +106,8 @@ def study_cost(planned: Iterable[PlannedRun], directory: Path) -> StudyCost:
 def _guessed(experiment: Experiment) -> RunCost:
     """Return the guessed cost of a run. No state is allocated.
 
-    A weight has 6 operations for each target in a step, and 2 in an evaluation. The data of the task is loaded, so that
-    missing data is found before the first run.
+    Each weight costs 6 floating-point operations for each target of the batch in a step, and 2 for each validation
+    target in an evaluation. The data of the task are loaded, so that missing data are found before the first run.
     """
     model, data = experiment.task.new_model(0), experiment.task.new_data()
     infos = describe_model(model)

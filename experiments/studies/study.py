@@ -44,7 +44,9 @@ Label = str | int | float | bool
 
 
 def _lists(where: Any) -> Any:
-    """Return a selection {axis: labels} with a tuple of labels for each axis, where a file may have a single label."""
+    """Return a selection of cells in the form {axis: tuple of labels}. A file may have a single label in place of a
+    tuple. Other values than mappings are returned unchanged.
+    """
     if not isinstance(where, Mapping):
         return where
     return {axis: tuple(map(as_label, v if isinstance(v, (list, tuple)) else [v])) for axis, v in where.items()}
@@ -146,7 +148,9 @@ def as_label(value: Any) -> str:
 
 
 def _text_of(value: Any) -> str:
-    """Return the text of a value on an axis. For a component or a recipe, it is the kind or the base."""
+    """Return the text of a value on an axis. For a mapping, it is the `kind` of the component or the `base` of the
+    recipe.
+    """
     if isinstance(value, Mapping):
         value = value.get("kind", value.get("base", value))
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
@@ -284,9 +288,8 @@ class Study(Component):
         return self
 
     def _require_labels(self) -> None:
-        """Raise ValueError if a field of the study names an axis or a label that does not exist.
-
-        Also if no cell has the label of the baseline, or if `equal: seconds` does not fit the study.
+        """Raise ValueError if a field of the study names an axis or a label that does not exist, if no cell has the
+        label of the baseline, or if `equal: seconds` does not fit the study.
         """
         wanted = [("baseline", axis, label) for axis, label in self.baseline.items()]
         wheres = [("settings.when", setting.when) for setting in self.settings]
@@ -318,7 +321,11 @@ class Study(Component):
             )
 
     def _require_true_labels(self) -> None:
-        """Raise ValueError if a setting replaces a value on an axis whose labels are its values."""
+        """Raise ValueError if an item of `settings` replaces a value that an axis sets and that is also its label.
+
+        The label would then name another value than that of the trained runs. An axis whose labels are other texts than
+        its values is not checked.
+        """
         for axis, labels in self.axes.items():
             if any(axis not in changes or _text_of(changes[axis]) != label for label, changes in labels.items()):
                 continue  # the labels are names

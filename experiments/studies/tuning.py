@@ -117,7 +117,13 @@ class Tuning(Component, ABC, family="tuning"):
 
     @final
     def found(self, cell: Experiment, trials: Sequence[Trial], metric: Metric, name: str) -> TunedCell:
-        """Return the result of a search with these trials. `name`: name of the cell."""
+        """Return the result of a search that has ended.
+
+        cell: experiment of the cell.
+        trials: all trials of the search.
+        metric: metric of the study.
+        name: name of the cell.
+        """
         best = best_trial(trials)
         means = (None if math.isinf(one.score) else metric.sign * one.score for one in trials)
         tried = tuple(Tried(one.values, mean, one.stopped) for one, mean in zip(trials, means, strict=True))
@@ -323,7 +329,10 @@ class CoordinateDescent(Tuning):
         return found
 
     def _neighbors(self, point: Point, axis: int) -> list[Point]:
-        """Return the existing neighbors of a point along one field."""
+        """Return the neighbors of a point along one field, the lower one first. The ends of a list have one neighbor.
+
+        axis: index of the field in `space`.
+        """
         grid = list(self.space.values())[axis]
         beside = [_moved(point, axis, by) for by in (-1, 1)]
         return [one for one in beside if isinstance(grid, RatioGrid) or 0 <= one[axis] < len(grid)]

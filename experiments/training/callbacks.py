@@ -95,8 +95,8 @@ class Patience(Callback):
 
 
 class StopAfter(Callback):
-    """End the run early, after a step that has a row of metrics. The learning rate follows the schedule of the full
-    length.
+    """End the run after `step` steps, at the first row of metrics from then on. The learning rate follows the schedule
+    of the full length.
     """
 
     kind: Literal["stop_after"] = "stop_after"

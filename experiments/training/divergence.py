@@ -102,7 +102,7 @@ class Divergence:
 
     def fault(self) -> Fault:
         """Return the fault of the first value that is not finite, in the order batch, state, weight, loss, validation,
-        gradient.
+        gradient. Weights count only if the training loss is not finite.
 
         State is checked before weights: if both are wrong, a step wrote the state first and computed the weights from
         it. All ranks must call this, and all receive the same fault.
@@ -195,11 +195,11 @@ class Divergence:
         return max(self.ranks.all_gather(max(sizes, default=(0.0, ""))))
 
     def _of_first_loss(self) -> Fault:
-        """Return the fault of a loss that is not finite before the first update, while batch and weights are.
+        """Return the fault of a loss that is not finite before the first update, although batch and weights are finite.
 
-        If all numbers before are below HUGE, the cause is an operation of the model or of the loss function that has no
-        finite value, such as a log of 0. Otherwise numbers overflow, and the initial weights count as the cause. They
-        also count as the cause on several ranks, where the numbers are not searched.
+        The cause is an operation of the model or of the loss function that has no finite value, such as a log of 0, if
+        all numbers up to this operation are below HUGE. Otherwise numbers overflow, and the initial weights count as
+        the cause. They also count as the cause on several ranks, where the numbers are not searched.
         """
         text = "the loss is not finite before the first update, while the batch and all weights are"
         layer, seen, largest = ("", "", math.inf) if self.ranks.distributed else self._first_overflow()
@@ -297,9 +297,11 @@ def worse_than_at_first(
 ) -> str:
     """Return a sentence about a loss that ended above WORSE times its first value, else an empty text.
 
-    last: loss at the end of the run: that of the last row of metrics.
-    usual: median of some losses at the end. It must exceed the limit too, so that a single spike does not count.
-    name: name of the loss for readers.
+    first: loss of the first step.
+    last: loss of the last row of metrics.
+    usual: median of several losses at the end of the run. It must exceed the limit too, so that a single spike does not
+        count.
+    name: name of the loss in the sentence.
     """
     if first is None or last is None or usual is None or not 0 < WORSE * first < min(last, usual):
         return ""

@@ -87,6 +87,8 @@ def record_environment(run: RunDirectory, found: Mapping[str, Any]) -> None:
     """Write the environment of a run that begins at its first step.
 
     Raises RecipeError if the run continues, and was started with other code or data.
+
+    found: the present environment.
     """
     require_provenance(run, found)
     if not run.begun:

@@ -235,12 +235,14 @@ def load_experiment(
 
 
 def with_overrides(source: str | Path, overrides: Sequence[str]) -> str:
-    """Return a file and the overrides of its data as a text for errors, because a fault may be one of the overrides."""
+    """Return the name of a file, followed by up to three overrides if there are any, as a text for errors. The fault
+    may be in the file or in an override.
+    """
     return f"{source} with {name_some(overrides, 3)}" if overrides else str(source)
 
 
 def read_experiment(path: Path) -> dict[str, Any]:
-    """Return the mapping in an experiment file. Paths of files in it no longer depend on the working directory."""
+    """Return the mapping in an experiment file. Paths of files in it are resolved against the folder of the file."""
     if path.is_dir():
         raise RecipeError(
             f"experiment: the directory '{path}' has no run, because it has no config.json; give an experiment file or "

@@ -159,7 +159,10 @@ def _require_own_files(module: ModuleType, path: Path) -> None:
 
 
 def _where(error: Exception) -> str:
-    """Return the error as text with its innermost file and line outside the import system."""
+    """Return an error of an import as text, with a file and a line.
+
+    This is the first line of the traceback outside this module and Python's import system: a line of the imported file.
+    """
     if isinstance(error, SyntaxError):
         return f"{error.msg} (line {error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]

@@ -101,7 +101,8 @@ class Layers:
         self._watch = NormWatch(self.parameters) if self.parameters else None
 
     def after(self) -> None:
-        """Compute the norms of weights, gradients and updates of the step since `before`, if it was called.
+        """Compute the norms of weights, gradients and updates of the step since the last call of `before`. Do nothing
+        if `before` was not called for this step.
 
         All ranks must call this.
         """
@@ -143,7 +144,8 @@ class Layers:
         return columns
 
     def table(self) -> Iterator[dict[str, Any]]:
-        """Yield rows of diagnostics for each layer: LAYER_MEASURES in the last measured step, and three over the run.
+        """Yield rows of diagnostics for each layer: LAYER_MEASURES in the last measured step, and three measures of the
+        whole run.
 
         update_ratio_peak: largest update_ratio of a measured step.
         update_ratio_first: update_ratio of the first measured step, if the weight was not 0.

@@ -113,7 +113,7 @@ def launched_processes() -> int:
 
 
 def is_first_process() -> bool:
-    """Return True if this process prints. Works without a process group."""
+    """Return True if this is the only process or the process with rank 0, which prints. Needs no process group."""
     return os.environ.get("RANK", "0") == "0" or not launched_processes()
 
 
@@ -200,8 +200,12 @@ def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _grid(ranks: Ranks, groups: int, timeout: float) -> DeviceMesh:
-    """Return a mesh of groups of n ranks, in which rank r is number r % n of group r // n. torch's own function for
-    meshes ignores the time-out.
+    """Return a mesh of shape [groups, n] for HSDP. Rank r is number r % n of group r // n.
+
+    `init_device_mesh` is not used, because it ignores the time-out.
+
+    groups: number of groups. Each group holds all parameters.
+    timeout: seconds to wait for a rank before the run fails.
     """
     grid = torch.arange(ranks.size).reshape(groups, -1)
     span = timedelta(seconds=timeout)

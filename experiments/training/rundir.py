@@ -16,8 +16,8 @@ A checkpoint has the file run.pt. A single process stores everything in it. Seve
 beside it, in torch's distributed format: shards are saved by name with their offset in the full tensor. A run continues
 from its newest checkpoint on any number of processes and under any `parallel`.
 
-The last two checkpoints are kept, of a complete run only the last one. The checkpoint before the learning rate falls
-(schedule wsd) is kept too, because a longer run continues from it.
+The last two checkpoints are kept. The checkpoint before the learning rate falls (schedule wsd) is kept too, because a
+longer run continues from it. A complete run keeps this one and the last one, or none with `keep_checkpoint: false`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ class RunDirectory:
         write_text(self.path / f"{name}.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Drop rows of metrics, rows of diagnostics and a fault after a step, from which the run continues."""
+        """Drop the rows of metrics and diagnostics of all steps after `step`, and the record of a fault after `step`.
+        The run then continues from `step`.
+        """
         self.metrics.rewind(step)
         self.diagnostics.rewind(step)
         if (self.read("fault") or {"step": 0})["step"] > step:
@@ -154,7 +156,7 @@ class RunDirectory:
         """Remove all checkpoints except those of `steps`."""
         for step, path in self.checkpoints().items():
             if step not in steps:
-                # A kill during the removal leaves no incomplete checkpoint under the name.
+                # The folder is renamed first, so that a kill during the removal leaves no incomplete checkpoint.
                 shutil.rmtree(path.replace(path.with_name(f".{path.name}{PARTIAL}")))
 
     @contextmanager
@@ -195,8 +197,8 @@ def save_checkpoint(
     notes: Mapping[str, Any],
     branch: int | None = None,
 ) -> None:
-    """Write the checkpoint of step `notes["step"]`, and remove all older ones except the one before. All ranks must
-    call this.
+    """Write the checkpoint of step `notes["step"]`. Of the older checkpoints, keep only the latest and that of step
+    `branch`. All ranks must call this.
 
     notes: state of the run without the states of model and optimizer.
     branch: step whose checkpoint is never removed. None: there is no such step.
@@ -299,7 +301,7 @@ def _load_sharded(found: Path, ranks: Ranks, model: nn.Module, optimizer: torch.
 
     state = _sharded(model, optimizer)
     with warnings.catch_warnings():
-        # torch warns that a load without a process group is one of a single process, even if `no_dist` says so.
+        # Without a process group, torch warns that it assumes a single process, even if `no_dist` declares this.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         read(state, checkpoint_id=found, no_dist=not ranks.distributed)
     state_dict.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

@@ -50,7 +50,8 @@ def branch_step(experiment: Experiment) -> int | None:
 def _prune(run: RunDirectory, experiment: Experiment) -> None:
     """Remove the checkpoints of a complete run.
 
-    With `keep_checkpoint`, two are kept: the last one, and the one of `branch_step`, from which a longer run continues.
+    With `keep_checkpoint`, two are kept: the last one, and that of `branch_step`, from which a longer run continues.
+    Without it, none is kept.
     """
     kept = [*list(run.checkpoints())[-1:], branch_step(experiment)] if experiment.keep_checkpoint else []
     run.keep_checkpoints(kept)
@@ -62,8 +63,9 @@ def extend_run(run: RunDirectory, experiment: Experiment) -> None:
     Nothing is changed if the run has these steps already. A kill at any time leaves a run that can be extended again.
 
     Raises:
-        RecipeError: there is no run, its experiment differs in more than the steps, its code or data have changed, or
-            its first steps are not those of the longer run.
+        RecipeError: there is no run, its experiment differs in more than the steps, its code or data have changed, it
+            cannot be extended (`_require_extensible`), or it has no checkpoint of a step up to which its learning rates
+            are those of the longer run.
     """
     known = run.read("config")
     if known is None:
@@ -92,8 +94,8 @@ def _extend(run: RunDirectory, experiment: Experiment, known: dict[str, Any]) ->
 def _require_extensible(run: RunDirectory, experiment: Experiment, steps: int) -> None:
     """Raise RecipeError if the run cannot be extended to the steps of `experiment`.
 
-    It cannot be extended if these are fewer than its own steps, if it diverged or was stopped early, or if the updates
-    of its recipe depend on the number of steps.
+    It cannot be extended if these are fewer than its own steps, if it diverged, if a callback ended it early, or if the
+    updates of its recipe depend on the number of steps.
 
     steps: length of the run so far.
     """
@@ -182,7 +184,7 @@ class Trainer:
                 fault = self._divergence(self.step, *losses).fault()
                 self._note_fault(fault)
             elif self.window.skipped and self.fault is None:
-                # The search for the cause runs on this rank alone, because other ranks may have skipped no gradient.
+                # This rank searches alone for the cause: other ranks may have skipped no gradient, and do not search.
                 alone = Ranks(device=self.device)
                 self._note_fault(replace(self._divergence(self.step), ranks=alone).fault())
             if metrics is not None or not finite or self._due(self.step, self.experiment.log_every):
@@ -293,7 +295,11 @@ class Trainer:
             self.directory.diagnostics.append(*({"step": self.step, **row} for row in rows))
 
     def _backward(self, batch: Batch, weight: float) -> Tensor:
-        """Compute the gradients of a batch, clip them, and return the loss."""
+        """Compute the gradient of `weight` times the mean loss of a batch, clip it, and return this product.
+
+        batch: rows of this rank.
+        weight: weight of these rows, see `Ranks.shard_batch`.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.gradients.backward(self.module, batch, weight)
         if self.experiment.grad_clip is not None:
