@@ -1056,7 +1056,7 @@ def _rise(record: Record) -> str:
 
 
 def _step_size(record: Record) -> str:
-    """Return a clause about the largest measured step if it is too large, else an empty text."""
+    """Return a clause about the largest update (`Record.largest_step`) if it is too large, else an empty text."""
     largest = record.largest_step or 0.0
     if largest < LARGE_STEP:
         return ""

@@ -248,8 +248,8 @@ def measured_cost(recipe: str) -> str:
 
 
 def _shortened(about: str) -> str:
-    """Return the text about a recipe without references to papers, which have a year in parentheses, and at most
-    `_SHORT` long.
+    """Return the text about a recipe without references to papers, which have a year in parentheses, and shortened to
+    `_SHORT` characters.
     """
     return textwrap.shorten(re.sub(r" \([^()]*\b20\d\d\b[^()]*\)", "", about), _SHORT, placeholder=" \u2026")
 

@@ -249,6 +249,8 @@ def remarks(plan: Plan, unit: str) -> list[str]:
 def amount(value: float, unit: str) -> str:
     """Return a number as text, with three digits and a prefix in powers of 1000, such as 1.62 GB. Counts are written in
     full.
+
+    unit: unit of the number; "x" for a ratio, "" for a count.
     """
     value = float(value)
     if unit in ("", "x"):

@@ -111,9 +111,9 @@ def axis_choices(axis: str, choices: Any) -> Any:
 
 
 def _zipped(axis: str, lists: Mapping[str, Any]) -> dict[str, Changes]:
-    """Return an axis given as path -> list of values. The k-th values of all lists belong to the k-th label.
+    """Return the long form, label -> {path -> value}, of an axis that is given as path -> list of values.
 
-    The values of the first list are the labels.
+    The k-th values of all lists belong to the k-th label. The values of the first list are the labels.
     """
     lengths = {path: len(some) for path, some in lists.items()}
     if len(set(lengths.values())) > 1:

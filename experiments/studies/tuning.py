@@ -182,7 +182,7 @@ class Range(Component):
         return self
 
     def value(self, fraction: float) -> float | int:
-        """Return the value at a fraction of the way from `low` to `high`."""
+        """Return the value at `fraction`, from 0 to 1, of the way from `low` to `high`; with `log`, on a log scale."""
         if self.integer:  # wider by 1/2 at each end: else rounding would give the ends only half of their share
             low, high = self.low - 0.5, self.high + 0.5
             found = low * (high / low) ** fraction if self.log else low + (high - low) * fraction

@@ -186,7 +186,7 @@ class Divergence:
         return Fault("loss", "learning rate", self.step, name, text)
 
     def _largest_weight(self) -> tuple[float, str]:
-        """Return the size of the largest weight of all ranks, and the name of its parameter."""
+        """Return the largest absolute value of a weight over all ranks, and the name of the parameter that has it."""
         sizes = (
             (float(local(own).detach().abs().max()), name)
             for name, own in self.model.named_parameters()

@@ -49,7 +49,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """True on the process that owns the run's directory and prints."""
+        """True on rank 0, the process that owns the run's directory and prints."""
         return self.rank == 0
 
     def shard_batch(self, batch: Batch) -> tuple[Batch, float]:

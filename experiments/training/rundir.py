@@ -45,7 +45,11 @@ from .parallel import Ranks
 
 
 def _hint(known: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return a sentence about the number of steps if two configurations differ in nothing else, else an empty text."""
+    """Return a sentence about the number of steps, in which alone two configurations differ. Return "" if it is equal.
+
+    known: recorded configuration.
+    config: given configuration.
+    """
     there, given = known.get("steps"), config.get("steps")
     if there is None or given is None or there == given:
         return ""
@@ -283,7 +287,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _load(notes: dict[str, Any], ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Restore model and optimizer from a checkpoint that a single process wrote.
 
-    notes: content of its file. The states of model and optimizer are removed from it.
+    notes: content of the file of the checkpoint. The states of model and optimizer are removed from it.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 

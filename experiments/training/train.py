@@ -408,7 +408,10 @@ class Trainer:
         save_checkpoint(self.directory, self.ranks, self.model, self.optimizer, notes, self.branch)
 
     def _continue(self, require: Callable[[Mapping[str, Any]], None] | None) -> None:
-        """Restore the last checkpoint, if any. Raises RecipeError if code or data have changed since the first step."""
+        """Restore the last checkpoint, if any. Raises RecipeError if code or data have changed since the first step.
+
+        require: see `train`.
+        """
         found = describe_environment(self.dataset.fingerprint, self.device, self.ranks.size, self.experiment)
         declared = self.experiment.model_dump_json(exclude={"imports"})
         if len(set(self.ranks.all_gather((declared, *sorted(provenance_of(found).items()))))) > 1:
