@@ -261,15 +261,15 @@ def goals() -> tuple[Goal, ...]:
             "few steps and little time",
             lambda own: -min(own.steps, own.time),
             "steps {steps:.2f}, time {time:.2f}",
-            "both profiles are large: the lower one of steps and time is compared",
+            "both profiles are large: recipes are compared by the lower of the two",
         ),
         first("fewest steps", lambda own: -own.steps, "steps {steps:.2f}", "largest profile of steps"),
         first(
             "least time",
             lambda own: -own.time,
             "time {time:.2f}",
-            "largest profile of time, whose steps are counted, not measured: lower bounds for GPT-2 small with 65,536 "
-            "tokens a step on one H100 SXM",
+            "largest profile of time. The time of a step is computed, not measured: a lower bound for GPT-2 small with "
+            "65,536 tokens a step on one H100 SXM",
         ),
         first(
             "few steps and little memory",
@@ -289,8 +289,8 @@ def goals() -> tuple[Goal, ...]:
             "little tuning",
             lambda own: own.rates or math.inf,
             "steps {steps:.2f}, factor {rates:.3g}",
-            "least factor between the smallest and the largest of the best learning rates of the five tasks, all "
-            "targets reached; then the profile of steps",
+            "least factor between the lowest and the highest of the best learning rates of the five tasks, among "
+            "recipes that reach all targets; then the profile of steps",
         ),
         first(
             "language models (transformers)",
@@ -309,7 +309,8 @@ def goals() -> tuple[Goal, ...]:
         Goal(
             "fine-tuning",
             (("adamw", ""), ("adamw_8bit", "a quarter of its state"), ("lora_rite", "LoRA"), ("lora_muon", "LoRA")),
-            "not measured: the method that the model was trained with, or one for pairs of factors",
+            "not measured: the method that the model was trained with; for LoRA, a method that updates both factors of "
+            "an adapter together",
         ),
         Goal(
             "to compare with",

@@ -36,10 +36,10 @@ The table [In training](#in-training) shows the time that an optimizer adds to a
 [Steps](#steps) shows the time of an optimizer step alone.
 
 - **AdamW.** Set `compile`, `graph` and `failure.detect: device` together. The host then never waits, and the compiled
-  kernel that updates entries also skips unusable gradients. By default the step uses torch's fused kernel, which is
-  launched first. The host then waits once, for the check of the gradients, which torch's AdamW does not make.
-  `failure.detect: device` without `compile` is slow: each update copies parameters and moments before it, and selects
-  entries of them after it.
+  kernel also skips gradients with inf or nan. By default a step uses torch's fused kernel. The host launches this
+  kernel, and then waits once for the check that all gradients are finite. torch's AdamW makes no such check.
+  `failure.detect: device` without `compile` is slow: each step copies parameters and moments before the update, and
+  afterwards selects the old or the new value of each.
 - **Muon.** Set `graph: true`. The time of the host then falls to a third, and a training step takes less time.
 - **SOAP, Shampoo.** Call `torch.set_float32_matmul_precision("high")` for products in TF32. Refreshes of roots and
   bases are computed in float32 in any case, because their iterations need all bits.
@@ -56,11 +56,11 @@ STEPS = """Milliseconds of a step on the parameters of GPT-2 small in float32, w
 - *total*: the time until the device has finished. The columns have the median, the mean and the longest step.
 - *host*: the time until `step` returns. *device*: the time between CUDA events around the step.
 - *kernels*: the number of kernels of a step. *ms of kernels*: the milliseconds in which they run, without the gaps
-  between them. Of three steps, the one with the fewest kernels counts. SOAP and Shampoo refresh some of their blocks
-  in every step.
-- *waits*: how often the host waits for the device in the step with the fewest waits. The number includes waits that
-  torch's synchronization debug mode reports, and waits for CUDA events. *most*: the same in the step with the most
-  waits."""
+  between them. Three steps were measured; the table has the step with the fewest kernels. SOAP and Shampoo refresh some
+  of their blocks in every step.
+- *waits*: how often the host waits for the device, in the step with the fewest waits. The number includes waits that
+  torch's synchronization debug mode reports, and waits for CUDA events. *most*: how often the host waits in the step
+  with the most waits."""
 TRAINING = """Milliseconds of a training step of GPT-2 small: the mean of 20 steps on 16 sequences of 1024 tokens. The
 model computes in bfloat16 by autocast, products of float32 are in TF32, and refreshes are due every 10 steps.
 
@@ -103,7 +103,7 @@ def page(rows: Sequence[Row]) -> str:
     done, times = ([row for row in own if "problem" not in row] for own in (steps, decompositions))
     sections = {
         "What to set": ADVICE if done else "",
-        "Laws on the device": "".join(_laws(row) for row in rows if row["part"] == "laws"),
+        "Tests on the device": "".join(_laws(row) for row in rows if row["part"] == "laws"),
         "torch's optimizer tests": _section(TORCH, "".join(_torch(row) for row in rows if row["part"] == "torch")),
         "Steps": _section(STEPS, _steps(done)) + _notes(steps),
         "In training": _section(TRAINING, _training(trained)) + _notes(trained),
@@ -137,7 +137,8 @@ def _laws(row: Row) -> str:
         return f"Not finished: {row['problem']}"
     wrong = f" Failed: {', '.join(f'`{name}`' for name in row['failed'])}." if row["failed"] else ""
     return (
-        f"{row['tests']} tests in {row['seconds']:.0f} s: {len(row['failed'])} failed, {row['skipped']} skipped.{wrong}"
+        f"{row['tests']} tests ran in {row['seconds']:.0f} s: {len(row['failed'])} failed, "
+        f"{row['skipped']} skipped.{wrong}"
         f" {row.get('note', '')}"
     ).strip()
 
@@ -205,7 +206,7 @@ def _notes(rows: Sequence[Row]) -> str:
     places = dict.fromkeys(place for row in rows for place in row.get("waits", ()))
     for place in places:
         waiting = [name for name, row in named if place in row.get("waits", ())]
-        notes.append(f"waits at `{place}`: {'; '.join(waiting)}")
+        notes.append(f"the host waits at `{place}` in steps of: {'; '.join(waiting)}")
     return "".join(["\n", *(f"\n- {note}" for note in notes)]) if notes else ""
 
 

@@ -34,10 +34,10 @@ in products, where the order of operations matters."""
 NO_RECIPE = {
     "maximize": "`maximize` is refused: minimize the negative of the loss",
     "amsgrad": "no stage keeps the largest second moment",
-    "centered": "the input sets `centered`, and no stage subtracts the square of the mean gradient",
+    "centered": "torch's test sets `centered`, and no stage subtracts the square of the mean gradient",
     "beta2_decay": "the decay of Adafactor's statistics is a constant of the recipe's schedule",
     "d": "the clipping threshold is a field of another stage",
-    "lr_decay": "a scheduler's job",
+    "lr_decay": "use one of torch's schedulers",
     "initial_accumulator_value": "second moments begin at 0",
 }
 """Options of torch that no recipe has, and why."""
