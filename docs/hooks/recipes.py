@@ -114,12 +114,13 @@ def index_page() -> str:
 
 The table follows from the runs of the [laptop track](../../papers/laptop_track/README.md), small tasks that train in
 seconds. Without a special goal, start with `soap_fitted`. Compare a recipe with `adamw` on a task of your own
-(`eigengraft ablate`). A profile is a score from 0 to 1: 1 is the fewest steps, or the least time, on every task. Times
-of steps are counted, not measured, and are lower bounds.
+(`eigengraft ablate`). The two profiles are scores from 0 to 1, means over the tasks. If a recipe needs r times the
+fewest steps to a target loss, its profile of steps has (4 - r) / 3 for this task, and 0 for r above 4. The profile of
+time does the same with the steps times the time of a step. This time is computed, not measured, and is a lower bound.
 
 {goals_table("{}.md".format)}
 
-Recipes that need several backwards per step, such as `isomuon`, are left out of this table.
+The table leaves out recipes that need several backward passes per step, such as `isomuon`.
 
 ## All recipes
 
