@@ -71,11 +71,12 @@ class Traits:
     matrices: True if the stage reads blocks as matrices, first axis x the rest.
     sums: True if `apply` calls `context.parameter_sum`. All blocks of a parameter are then updated by one rank, in the
         same step.
-    learns: input of `observe` and `refresh`: the gradient, or the incoming direction.
+    learns: the tensor that `observe` and `refresh` receive as their `gradient`: the gradient, or the incoming
+        direction.
     refresh_cost: cost of one refresh of the block, in a unit that all stages share. Refreshes are spread over steps so
         that every step has about the same cost.
     work: floating-point operations of one step without refreshes. None: the number is computed from the slots.
-    left_out: parts of the block that the stage does not change, each with the reason, as `show` prints them.
+    left_out: texts that `show` prints. Each names a part of the block that the stage does not change, and the reason.
     spectral_norm: upper bound of the spectral norm of the outgoing direction, for any incoming direction. None: no such
         bound is known.
     spectral_gain: upper bound of the ratio of the spectral norms of the outgoing and the incoming direction. None: no
@@ -112,8 +113,9 @@ class Inner:
 
     chain: stages of the chain, in order.
     block: shape of a block inside the chain.
-    sensitive: True if an error in the chain's second moments changes the size of every update. An entry of the recipe's
-        `storage` for the role `second_moment` then does not quantize these second moments.
+    sensitive: True if an error in the chain's second moments changes the size of every update, as in the `magnitude` of
+        a `graft`. If the recipe's `storage` has an entry for the role `second_moment`, this entry then does not
+        quantize the second moments of the chain.
     """
 
     chain: Stages
@@ -216,7 +218,7 @@ class Stage(Schedulable, ABC, family="stage"):
         return self
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
-        """Return the state that the stage keeps for one block of this shape, by name."""
+        """Return the slots of one block of this shape, by name: the tensors that the stage keeps as its state."""
         return {}
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
@@ -265,7 +267,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def cached_traits(self, block: tuple[int, ...] = ()) -> Traits:
-        """Return `traits(block)`, the properties of the stage for blocks of one shape, from a cache.
+        """Return `traits(block)`, the properties of the stage for blocks of one shape. The result is cached.
 
         block: shape of the block; the default () for traits that do not depend on the shape.
         """
@@ -342,10 +344,10 @@ class Stage(Schedulable, ABC, family="stage"):
 
     @final
     def asked(self, context: StepContext) -> Sequence[tuple[int, int, bool]]:
-        """Return the blocks whose refresh begins in this step, as spans (start, stop, first) of block numbers.
+        """Return the blocks whose refresh begins in this step, as spans (start, stop, first).
 
-        first: True at the first refresh of these blocks. With a delay, every later refresh takes effect some steps
-        after it begins.
+        A span is the blocks with the numbers start to stop - 1 among the N blocks of `context`. `first` is True at the
+        first refresh of these blocks. With a delay, every later refresh takes effect some steps after it begins.
         """
         if id(self) not in context.asked:
             context.asked[id(self)] = self._spans(self.cadence(), context)
@@ -357,7 +359,7 @@ class Stage(Schedulable, ABC, family="stage"):
 
         A span is the blocks with the numbers start to stop - 1 among the N blocks of `context`. `first` is True at the
         first refresh of these blocks, which is never delayed. With a delay of k, every later refresh takes effect k
-        updates after it began; without one, the result is that of `asked`.
+        updates after it began. Without a delay, the result is that of `asked`.
         """
         if id(self) not in context.due:
             cadence = self.cadence()
@@ -437,12 +439,20 @@ class Stage(Schedulable, ABC, family="stage"):
         self._begin_refreshes(state, context)
 
     def _refresh_rows(self, rows: State, x: Tensor, context: StepContext) -> None:
-        """Run `refresh` on some rows. In a `DelayedRefresh`, a refresh that began earlier may take effect instead."""
+        """Run `refresh` on blocks whose refresh takes effect in this step.
+
+        In a `DelayedRefresh`, `adopt` is run instead if the refresh began in an earlier step.
+
+        rows: state of these blocks, a contiguous slice of the stack.
+        x: the gradient or direction of these blocks, `[n, *block]`.
+        """
         with full_products(x.device):
             self._hooks(rows).refresh(rows, x, context)
 
     def _begin_refreshes(self, state: State, context: StepContext) -> None:
-        """Begin the refreshes that take effect in a later step. Only a `DelayedRefresh` has such refreshes."""
+        """Begin the refreshes that are due in this step and take effect in a later one. Only a `DelayedRefresh` has
+        such refreshes.
+        """
 
 
 class DelayedRefresh(Stage):
@@ -504,10 +514,12 @@ class DelayedRefresh(Stage):
 
     @final
     def _begin(self, rows: State, context: StepContext) -> None:
-        """Begin a delayed refresh of some rows, from a copy of their present state.
+        """Begin a delayed refresh of some blocks, from a copy of their present state.
 
         If the optimizer does not compute refreshes in another thread, the results are computed at once and stored in
         the pending slots.
+
+        rows: state of these blocks, a contiguous slice of the stack.
         """
         pending = {name: slot.role == "pending" for name, slot in self.slots(rows.block).items()}
         kept = rows.snapshot(name for name, is_result in pending.items() if not is_result)
@@ -538,8 +550,9 @@ class DelayedRefresh(Stage):
 
 
 def store_results(rows: State, found: Mapping[str, Tensor]) -> None:
-    """Store the results of a delayed refresh in the pending slots of the refreshed rows.
+    """Store the results of a delayed refresh in the pending slots.
 
+    rows: state of the refreshed blocks, a contiguous slice of the stack.
     found: the results, by name of the pending slot.
     """
     for name, value in found.items():

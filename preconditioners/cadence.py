@@ -74,7 +74,7 @@ class Cadence(Component, ABC, family="cadence"):
         return None
 
     def steps_due(self, phases: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return at which of the steps 0 .. period - 1 blocks are due for a refresh.
+        """Return for each block the step of a period, 0 .. period - 1, at which the block is due for a refresh.
 
         The method is called when blocks are assigned to ranks, and only for cadences with a period.
 
@@ -150,13 +150,13 @@ class Every(Cadence):
         default=0, ge=0, description="refreshes are due at updates offset, offset + steps, offset + 2 steps, ..."
     )
     stagger: Literal["cost", "none"] = Field(
-        default="cost", description="spread refreshes over the interval, or do all at once"
+        default="cost", description="cost: spread refreshes over the interval; none: refresh all blocks in one step"
     )
     min_wave_work: int = Field(
         default=8,
         ge=1,
         description="least refresh work in one wave, in units of the costliest block: at least the number of ranks, so "
-        "that none waits for another; 1 for the smoothest steps",
+        "that no rank waits for another; 1 for steps of the most equal cost",
     )
     delay: int = Field(
         default=0,
@@ -219,7 +219,7 @@ class Every(Cadence):
 
 
 def _steps_due(phases: NDArray[np.float64], steps: int, offset: int, staggered: bool) -> NDArray[np.int64]:
-    """Return at which of the steps 0 .. `steps` - 1 of a period each block is due for a refresh.
+    """Return for each block the step of a period, 0 .. `steps` - 1, at which the block is due for a refresh.
 
     phases: for each block the fraction of a period, in [0, 1), after which it is due.
     steps: length of a period.
@@ -236,6 +236,8 @@ def _steps_with_due_blocks(phases: bytes, steps: int, offset: int, staggered: bo
     """Return the steps of a period at which any block is due for a refresh, as `_steps_due` computes them.
 
     The result is cached, because the phases are the same in every step.
+
+    phases: the bytes of the float64 array that `_steps_due` accepts. Unlike an array, they can be a key of the cache.
     """
     return frozenset(_steps_due(np.frombuffer(phases), steps, offset, staggered).tolist())
 

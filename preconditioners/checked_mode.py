@@ -66,7 +66,13 @@ class Checks(Watch):
             self._calls[-1].loads.setdefault(key, []).append((value, value._version))
 
     def storing(self, key: str, value: object, rows: int, dtype: torch.dtype) -> None:
-        """Raise ContractError if a value does not have the shape and dtype that the slot declares, or is not finite."""
+        """Raise ContractError if a value cannot be stored in a slot: it must be finite, and have the slot's shape and
+        dtype.
+
+        key: key of the slot in the state.
+        rows: number of blocks of the state that the hook received, N.
+        dtype: the required dtype.
+        """
         path, name = StateKey.parse(key)[1:3]
         required = f"{path}: slot '{name}' needs a {dtype} tensor of shape {_stack(self.declared[key].shape)}"
         if not isinstance(value, Tensor):
@@ -96,6 +102,10 @@ class Checks(Watch):
         """Return a context manager that checks the hook call that runs inside it.
 
         At the end, ContractError is raised if the hook wrote to an input, or changed state without writing it back.
+
+        what: text about the call for messages, as `call_text` returns it.
+        inputs: the tensors that the hook receives and must not write to, by name. One of them is "gradient".
+        state: state that the hook receives.
         """
         versions = {name: tensor._version for name, tensor in inputs.items()}
         call = Call(what, _fine(inputs, state.mask))

@@ -52,10 +52,12 @@ ByOrder = dict[int, tuple[Fraction, ...]]
 
 
 def _by_order(value: Any) -> ByOrder | Fraction | None:
-    """Return exponents in their validated form.
+    """Return exponents in their validated form, as `exponent_of` reads them.
 
-    A single exponent becomes a fraction. A mapping from the order of a block to one exponent, or to a list of
-    exponents, becomes {order: one exponent for each axis}. None stays None.
+    A single exponent becomes a fraction. A mapping becomes {order: one fraction for each axis}. None stays None.
+
+    value: one exponent, a number or a text such as '1/4', for every axis; or a mapping from the order of a block (its
+        number of axes) to one exponent, or to a list with one for each axis; or None.
     """
     if value is None or not isinstance(value, Mapping):
         return None if value is None else _fraction(value, zero=False)
@@ -112,7 +114,8 @@ def default_exponent(axes: Sequence[int]) -> Fraction:
 def exponent_of(exponents: Fraction | ByOrder | None, order: int, axis: int, default: Fraction) -> Fraction:
     """Return the exponent of one axis of a block with `order` axes.
 
-    default: exponent for orders that `exponents` does not contain.
+    exponents: one exponent for all axes, or {order: one exponent for each axis}. None: no exponents are given.
+    default: exponent for orders that `exponents` does not contain, and for all orders if `exponents` is None.
     """
     if exponents is None or isinstance(exponents, Fraction):
         return default if exponents is None else exponents

@@ -132,10 +132,10 @@ def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductD
 
 
 def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
-    """Return the number of short axes at the end of a block, which `_cycled` needs. Return None if one `mode_product`
-    for each axis is faster than `_cycled`.
+    """Return the number of short axes at the end of a block, the argument `short` of `_cycled`.
 
-    The last k axes are short if the product of their lengths is below `_FEW`. The result is the largest such k.
+    The last k axes are short if the product of their lengths is below `_FEW`. The result is the largest such k. Return
+    None if the caller should multiply x by one `mode_product` for each axis, which is then faster than `_cycled`.
     """
     block = x.shape[1:]
     if len(block) < 3 or len(matrices) < len(block) or any(matrix.ndim == 2 for matrix in matrices.values()):
@@ -149,12 +149,13 @@ def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
 def _cycled(x: Tensor, matrices: Mapping[int, Tensor], short: int) -> Tensor:
     """Return x multiplied by the matrix of every axis, without a copy of x for each axis.
 
-    The first axis of x is multiplied by its matrix M as X^T M^T, where X is x as a matrix with this axis as rows. In
-    the product this axis is the last one, and the next axis is the first. With `short` = 0 this is repeated for all
-    axes, which then are in their old order again.
+    Let X be x as a matrix whose rows belong to the first axis, and M the matrix of this axis. The product X^T M^T is x
+    multiplied by M, with the first axis moved to the end. The next axis is then the first one, and is multiplied in the
+    same way. After one such product for each axis, all axes are in their old order again.
 
-    short: number of axes at the end that are too short for such a product. After the products of all other axes they
-        are the first ones. They are multiplied there, and one copy of x moves them to the end.
+    short: number of axes at the end of the block that are too short for such a product. After the products of all
+        other axes, these axes are the first ones. They are then multiplied by `mode_product`, and one copy of x moves
+        them back to the end. 0: no axis is too short.
     """
     order = sorted(matrices)
     for axis in order[: len(order) - short]:
@@ -185,10 +186,12 @@ def _rotate_joined(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
 
 @lru_cache(maxsize=256)
 def short_runs(block: tuple[int, ...], axes: frozenset[int]) -> list[list[int]]:
-    """Group the axes of a block into runs. Return the runs in order, each as a list of axes.
+    """Return the axes of a block in runs: lists of adjacent axes, each of which `rotate` rotates by one matrix.
 
-    Adjacent axes that are in `axes` form one run as long as the product of their lengths is below `_SHORT`. Any other
-    axis is a run by itself.
+    Adjacent axes that are in `axes` form one run if the product of their lengths is below `_SHORT`. Any other axis is a
+    run by itself. All axes are in their order.
+
+    axes: the axes that are rotated by a full matrix.
     """
     runs: list[list[int]] = []
     for axis in reversed(range(len(block))):
@@ -230,7 +233,8 @@ def add_symmetric(total: Tensor, y: Tensor, z: Tensor, beta: float = 1, alpha: f
     """
     if multiplied_in_float32(total):
         return total.copy_(add_symmetric(total.float(), y.float(), z.float(), beta, alpha))
-    # bmm is used here, because baddbmm rounds the last bit of a stack of one matrix differently
+    # bmm is used for outer products, because baddbmm rounds their last bit in a stack of one matrix differently than in
+    # a stack of several matrices
     if y.shape[2] == 1:
         outer = torch.bmm(y, z.mT)
         return torch.mul(outer, alpha, out=total) if beta == 0 else total.mul_(beta).add_(outer, alpha=alpha)
@@ -256,7 +260,10 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 def _halved(y: Tensor) -> bool:
-    """Return True if `add_symmetric` is faster with the lower triangle alone, for y `[N, d, rest]`."""
+    """Return True if it is faster to compute only the lower triangle of Y Z^T than the whole product.
+
+    y: `[N, d, rest]`; z has the same shape.
+    """
     return y.shape[1] >= (6 if y.dtype.itemsize < 4 else 2) * _PANEL and may_branch_on_values(y)
 
 
@@ -287,9 +294,13 @@ def reordered(x: Tensor, axis: int, order: Tensor) -> Tensor:
 
 @cached_tensors(maxsize=64)
 def _first_rows(blocks: int, rows: int) -> Tensor:
-    """Return the index `[N, 1]` of the first row of each block in a tensor that has the rows of all blocks.
+    """Return the index `[N, 1]` of the first row of each block, in a tensor in which the rows of all blocks follow one
+    another.
 
-    The tensor is cached: do not write to it.
+    The result is cached: do not write to it.
+
+    blocks: number of blocks, N.
+    rows: number of rows of each block.
     """
     return torch.arange(0, blocks * rows, rows, dtype=torch.int64, device="cpu")[:, None]
 

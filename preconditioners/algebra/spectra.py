@@ -16,11 +16,12 @@ from eigengraft.numerics import per_block
 def condition(a: Tensor, symmetric: bool = True) -> Tensor:
     """Return the ratio of the largest to the smallest singular value of each matrix, `[N]`.
 
-    The ratio is at most 1 / u, where u is the machine epsilon of a's dtype. For a matrix of zeros it is nan.
+    A ratio above 1 / u, where u is the machine epsilon of a's dtype, is replaced by 1 / u. For a matrix of zeros the
+    result is nan.
 
     a: matrices `[N, d, d]`, or diagonals `[N, d]`.
-    symmetric: True if the matrices are positive semi-definite. Negative eigenvalues are then treated as rounding errors
-        of 0.
+    symmetric: True if the matrices are positive semi-definite. Negative eigenvalues are then treated as zeros with
+        rounding errors. False for any square matrices.
     """
     known, x = _finite(a)
     if x.ndim == 2:
@@ -95,7 +96,7 @@ def root_residual(a: Tensor, root: Tensor, powers: tuple[int, int]) -> Tensor:
 
 
 def _finite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert stacked matrices x to float64, and find the finite ones. Return (known, x64).
+    """Return (known, x64): the matrices of a stack x that are finite, and x converted to float64.
 
     known: bool `[N]`, True for matrices of x that are finite.
     x64: x in float64, with ones in place of every matrix that is not finite.

@@ -38,7 +38,7 @@ class AdaptiveRotation(Stage):
         alias="inner", min_length=1, examples=[["sign"]], description="the chain f, of stages without state"
     )
     side: Literal["left", "smaller"] = Field(default="smaller", description="which axis is rotated")
-    renewal: Cadence = Field(default=Every(steps=1), description="when Q is renewed")
+    renewal: Cadence = Field(default=Every(steps=1), description="steps in which Q is recomputed")
 
     @model_validator(mode="after")
     def _inner_keeps_nothing(self) -> Self:
@@ -91,7 +91,12 @@ class AdaptiveRotation(Stage):
         return mode_product(self._mapped(state, direction, q, axis, context), q, axis)
 
     def _mapped(self, state: State, direction: Tensor, q: Tensor, axis: int, context: StepContext) -> Tensor:
-        """Return f(Q^T d), the result of the inner chain f for the rotated direction."""
+        """Return f(Q^T d), the result of the inner chain f for the rotated direction.
+
+        direction: d `[N, *block]`.
+        q: Q `[N, n, n]`.
+        axis: the axis of the block that is rotated, of length n.
+        """
         turned = mode_product(direction, q.mT, axis)
         return self._inner(state, turned, turned, context)
 

@@ -38,8 +38,8 @@ class Path(Schedulable):
     """One chain of a `sum`, with a name and a weight."""
 
     name: PathName = Field(examples=["a"], description="name of the path")
-    weight: float = Field(default=1.0, description="factor of its direction")
-    stages: Stages = Field(description="its chain")
+    weight: float = Field(default=1.0, description="factor of the path's direction in the sum")
+    stages: Stages = Field(description="chain of the path")
 
 
 class Sum(Stage):
@@ -89,7 +89,7 @@ class Transform(Stage):
 
     kind: Literal["transform"] = "transform"
     before: Stages = Field(min_length=1, description="the chain T that maps the gradient")
-    chain: Stages = Field(alias="inner", min_length=1, description="the chain that sees T(g) as its gradient")
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain that receives T(g) as its gradient")
 
     @model_validator(mode="after")
     def _before_maps_every_gradient(self) -> Self:
@@ -108,8 +108,8 @@ class Transform(Stage):
         return Traits(entrywise=entrywise, spectral_norm=norm, spectral_gain=gain)
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        # The first gradient only initializes the state of a lagged stage. A chain with such a stage therefore numbers
-        # its steps from 0. The chain `before` has none, and so it numbers its steps from 1.
+        # A lagged stage only initializes its state with the first gradient. In a chain with such a stage, the steps are
+        # therefore numbered from 0. The chain `before` has no lagged stage, and its steps are numbered from 1.
         before = replace(context, steps=context.steps + 1) if first_lagged(self.chain) else context
         mapped = run_chain(self.before, state.scope("before"), gradient, gradient, before)
         first = mapped if direction is gradient else direction

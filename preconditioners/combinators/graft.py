@@ -30,10 +30,13 @@ class Graft(Stage):
     direction: Stages = Field(description="the chain that gives the direction")
     magnitude: Stages = Field(description="the chain that gives the norm")
     start: int = Field(
-        default=1, ge=1, description="first update that takes the direction; before it the magnitude's is used"
+        default=1, ge=1, description="first update with the grafted direction; earlier updates are those of `magnitude`"
     )
-    per: Literal["block", "parameter"] = Field(default="block", description="over which entries norms are taken")
-    after: Stages = Field(default=(), description="stages that follow, once for the grafted and once for the magnitude")
+    per: Literal["block", "parameter"] = Field(default="block", description="entries over which norms are computed")
+    after: Stages = Field(
+        default=(),
+        description="stages applied to the grafted direction and, with a second state, to the result of `magnitude`",
+    )
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
         magnitude = Inner(self.magnitude, block, sensitive=True)

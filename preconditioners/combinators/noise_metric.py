@@ -31,8 +31,8 @@ class NoiseMetric(Stage):
     With Muon's polar factor as `inner` this is IsoMuon (modded-nanogpt track 3, 2026, #370), which damps rows and
     columns by the standard deviation of their noise.
 
-    Only the first step requires V. In a step without V, r does not change. It is enough to compute micro-batches in the
-    first steps: in #370, the first 3 % of the steps gave 86 % of the gain.
+    V is required in the first step only. In a later step without V, r does not change. It is therefore enough to
+    compute V at the beginning of a run: in #370, V in the first 3 % of the steps gave 86 % of the gain.
     """
 
     kind: Literal["noise_metric"] = "noise_metric"

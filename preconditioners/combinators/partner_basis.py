@@ -22,9 +22,10 @@ from ..kronecker.basis_change import slot_axis
 class PartnerBasis(Stage):
     """inner(g R^(-1), d R^(-1)) R^(-T)  with  Y = U R,  Y `[m, r]` the other factor of W = Y X^T, for blocks X `[n, r]`
 
-    U has orthonormal columns, and R `[r, r]` is upper triangular. g and d are the gradient and the direction of X. With
-    W = U (X R^T)^T, g R^(-1) is the gradient of X R^T. If Y does not have full rank, the pseudoinverse of R is used.
-    While Y is 0, X is not changed.
+    W is the product of two parameters, for example in LoRA. X is a block of one of them, and Y the other one, called
+    the partner. g and d are the gradient and the direction of X. Y = U R is a QR decomposition: U has orthonormal
+    columns, and R `[r, r]` is upper triangular. Because W = U (X R^T)^T, g R^(-1) is the gradient of X R^T. If Y does
+    not have full rank, the pseudoinverse of R is used. While Y is 0, X is not changed.
 
     W stays the same if Y is multiplied from the right by an invertible matrix, and X by the inverse transpose of this
     matrix. g R^(-1) is then only multiplied from the right by an orthogonal matrix, because U changes. The update of W
@@ -39,7 +40,7 @@ class PartnerBasis(Stage):
     """
 
     kind: Literal["partner_basis"] = "partner_basis"
-    chain: Stages = Field(alias="inner", min_length=1, description="the chain on the coordinates")
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain that receives g R^(-1) and d R^(-1)")
 
     @model_validator(mode="after")
     def _state_follows(self) -> Self:
@@ -83,6 +84,7 @@ class PartnerBasis(Stage):
     def _transport(self, state: State, p: Tensor) -> None:
         """Transport the state of the inner chain when the coordinates of the last axis change.
 
+        state: state of the inner chain.
         p: P `[N, r, r]`. New coordinates are P times the old ones.
         """
         for path, name, slot in chain_slots(self.chain, state.block):
@@ -94,8 +96,8 @@ class PartnerBasis(Stage):
 
 
 def _is_matrix(slot: Slot) -> bool:
-    """Return True if a slot is an r x r matrix V, such as a statistic, which a change of coordinates turns into P V
-    P^T.
+    """Return True if a slot is an r x r matrix V of the last axis, such as a statistic. When the coordinates change by
+    P, V becomes P V P^T.
     """
     return slot.role in ("statistic", "root") and slot.frame == "none"
 

@@ -33,10 +33,12 @@ class Prodigy(Stage):
     """
 
     kind: Literal["prodigy"] = "prodigy"
-    chain: Stages = Field(alias="inner", min_length=1, description="the chain that sees D g as its gradient")
-    beta: float = Field(default=0.999**0.5, ge=0, lt=1, description="decay of both sums, per step")
-    start: float = Field(default=1e-6, gt=0, description="D at first, in units of the parameters: too small is safe")
-    coefficient: float = Field(default=1.0, gt=0, description="multiplies the estimate")
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain that receives D g as its gradient")
+    beta: float = Field(default=0.999**0.5, ge=0, lt=1, description="decay of r and s, per step")
+    start: float = Field(
+        default=1e-6, gt=0, description="initial value of D, in units of the parameters: too small a value is safe"
+    )
+    coefficient: float = Field(default=1.0, gt=0, description="factor of the estimate sum r / sum |s|")
     growth: float | None = Field(
         default=None, gt=1, description="largest ratio of D to the D of the step before; null: no bound"
     )

@@ -48,20 +48,22 @@ class Projected(Stage):
     """
 
     kind: Literal["projected"] = "projected"
-    chain: Stages = Field(alias="inner", min_length=1, description="the chain on the coordinates")
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain that receives P^T g and P^T d")
     rank: int = Field(default=128, ge=1, description="number r of coordinates, at most the length of the axis")
     side: Literal["left", "right", "smaller"] = Field(default="smaller", description="which axis is projected")
     projection: Literal["leading", "random"] = Field(
         default="leading", description="singular vectors of the gradient, or random numbers"
     )
     result: Literal["lift", "lift_and_rest", "rescale"] = Field(
-        default="lift", description="use of the chain's direction"
+        default="lift", description="how the result follows from N, the direction of `inner`"
     )
     per: Literal["column", "block"] = Field(default="column", description="entries that share a scale s")
     growth: float | None = Field(
-        default=None, gt=1, description="largest ratio of the norm of a scaled tensor to its norm in the step before"
+        default=None,
+        gt=1,
+        description="largest ratio of the norm of the scaled tensor to its norm in the step before; null: no bound",
     )
-    renewal: Cadence = Field(default=Every(steps=200), description="when P is renewed")
+    renewal: Cadence = Field(default=Every(steps=200), description="steps in which P is recomputed")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -145,7 +147,7 @@ class Projected(Stage):
 
         n: N, the result of the inner chain.
         r: R, the projected direction.
-        axis: the projected axis.
+        axis: the projected axis of the block.
         """
         if self.per == "block":
             return per_block(safe_ratio(block_norm(n), block_norm(r)), n)

@@ -22,19 +22,21 @@ from ..base import Inner, Stage, Stages, Traits, run_chain
 class RowGains(Stage):
     """W = diag(g) U  with  U = diag(1 / n) V,  n_i = ||V_i||;  V <- V - lr D,  g <- g - lr a,  from which W follows.
 
-    d_g = row sums of d U;   d_V = diag(g / n) (d - diag(d_g) U);   D = inner(d_V),  a = gain(d_g)
+    d_g = row sums of d * U;   d_V = diag(g / n) (d - diag(d_g) U);   D = inner(d_V),  a = gain(d_g)
 
     W is the parameter, d its direction, and lr the learning rate. Row i of W has the entries with index i of the first
-    axis; a vector is one row. The row has a gain g_i and a unit vector U_i, the normalized row of V. d_g and d_V are
-    the directions of g and V, and d U is a product of entries. Blocking should not cut rows.
+    axis; a vector is one row. It is written as W_i = g_i U_i, with a gain g_i and a unit vector U_i = V_i / n_i. V has
+    the shape of W, and n_i is the norm of row i of V. d_g and d_V are the directions of g and V that follow from d,
+    where d * U is the product of entries. Blocking should not cut rows.
 
     This is weight normalization (Salimans & Kingma 2016, arXiv:1602.07868) without a change of the model. With Muon as
     `inner` and Adam as `gain` it is Muown (Lion et al. 2026, arXiv:2605.10797).
 
-    The result is (W - W') / lr, where W' is W after the step. The formula below for its row i has no division by lr, so
-    that no digits cancel and lr may be 0. In it, n'_i = ||V_i - lr D_i||.
+    The result is (W - W') / lr, where W' is W after the step. Row i of the result is computed by a formula without a
+    division by lr, so that no digits cancel and lr may be 0. With n'_i = ||V_i - lr D_i||, the norm after the step, the
+    row is
 
-    U_i a_i + (g_i - lr a_i) (U_i (lr ||D_i||^2 - 2 <V_i, D_i>) / (n'_i (n'_i + n_i)) + D_i / n'_i)   for each row i
+    U_i a_i + (g_i - lr a_i) (U_i (lr ||D_i||^2 - 2 <V_i, D_i>) / (n'_i (n'_i + n_i)) + D_i / n'_i)
 
     g is computed as the norm of each row of W, so that it is also right for weights that were loaded or rounded since
     the last step. g after the step is never below 0. The slot `norm` stores n, which starts as g. While D is nearly
@@ -43,8 +45,8 @@ class RowGains(Stage):
     """
 
     kind: Literal["row_gains"] = "row_gains"
-    chain: Stages = Field(alias="inner", min_length=1, description="the chain of the directions V")
-    gain: Stages = Field(min_length=1, description="the chain of the gains g, on blocks with one number a row")
+    chain: Stages = Field(alias="inner", min_length=1, description="the chain that updates V")
+    gain: Stages = Field(min_length=1, description="the chain that updates g, on blocks with one number for each row")
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
         return {"inner": Inner(self.chain, block), "gain": Inner(self.gain, (_rows(block),))}

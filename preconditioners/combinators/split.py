@@ -39,15 +39,15 @@ class Split(Stage):
     """
 
     kind: Literal["split"] = "split"
-    inside: Stages = Field(description="the chain on the coordinates in the subspace")
-    outside: Stages = Field(description="the chain on the rest")
+    inside: Stages = Field(description="the chain that receives the coordinates d U in the subspace")
+    outside: Stages = Field(description="the chain that receives the rest, d - d U U^T")
     rank: int = Field(default=64, ge=1, description="dimension r of the subspace, at most the length of the axis")
     max_skew: float | None = Field(
         default=None,
         gt=0,
         description="r is also at most max_skew times the product of the other axes; default: no bound",
     )
-    beta: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment that the subspace is of")
+    beta: float = Field(default=0.95, ge=0, lt=1, description="decay of the running mean of G^T G")
     side: Literal["left", "right", "smaller"] = Field(default="right", description="which axis is split")
     follow: Literal["exact", "none"] = Field(
         default="none", description="whether the state of `inside` is transported when U changes"

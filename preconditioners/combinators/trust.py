@@ -20,9 +20,9 @@ from ..base import Inner, Stage, Stages, Traits, run_chain
 class Trust(Stage):
     """v(d) X / v(X)  with  X = (1 - t) d + t P,  P = v(d) Y / v(Y),  Y = inner(g, d)
 
-    d is the incoming direction, g the gradient, and Y the direction that the chain `inner` computes from both. P is Y
-    with the norm of d. The blend X of d and P, with the weight t of P, is scaled to the norm of d as well. The norm of
-    a block X, as a matrix, is v(X) = ||X X^T||_F^(1/2). Norms and cosines are computed for each block.
+    d is the incoming direction, g the gradient, and Y the direction that the chain `inner` computes from both. The norm
+    of a block X, as a matrix, is v(X) = ||X X^T||_F^(1/2). P is Y scaled to the norm of d. X is the blend of d and P
+    with the weight t of P, and the result is X scaled to the norm of d. Norms and cosines are computed for each block.
 
     t = a c, clipped to [floor, cap]
     a = (cos(P, d) - agreement) / (1 - agreement), clipped to [0, 1]

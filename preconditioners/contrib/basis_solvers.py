@@ -24,17 +24,19 @@ class QRIteration(BasisSolver):
 
     A is the statistic, Q its basis, and o the order of the columns by ascending (or descending) diag B. This is the QR
     option of eigenvalue-corrected Distributed Shampoo. Use it to reproduce runs of that code, and `power_qr` or
-    `adaptive_qr` otherwise. Q is a product of many factors. Unlike in the original code, one Newton-Schulz step keeps
-    it orthonormal.
+    `adaptive_qr` otherwise. Q is a product of many factors, one for each step. Unlike in the original code, one
+    Newton-Schulz step at the end of a refresh keeps Q orthonormal.
 
     In ascending order the basis does not converge: a QR step moves dominant columns to the front, so that every refresh
     reverses the order. For a 32 x 32 matrix of condition number 100, ||B - diag B|| / ||B|| is still 0.7 after 64
-    refreshes. In descending order it is 1e-5. With this order, the result is that of `power_qr` in exact arithmetic.
+    refreshes. In descending order it is 1e-5, and in exact arithmetic the result is that of `power_qr`.
     """
 
     kind: Literal["qr_iteration"] = "qr_iteration"
     steps: int = Field(default=1, ge=1, le=10_000, description="bound on QR steps in one refresh")
-    tolerance: float = Field(default=0.0, ge=0, lt=1, description="a matrix is done when B is that close to diagonal")
+    tolerance: float = Field(
+        default=0.0, ge=0, lt=1, description="a matrix is done when ||B - diag B|| <= this * ||B||"
+    )
     eps: float = Field(default=0.0, ge=0, description="ridge, in units of the matrix")
     order: Literal["ascending", "descending"] = Field(
         default="ascending", description="order of the columns by diag B, after the steps"
@@ -76,7 +78,7 @@ class Subspace(BasisSolver):
     """
 
     kind: Literal["subspace"] = "subspace"
-    rank: int = Field(default=32, ge=1, description="how many eigenvectors are kept, r")
+    rank: int = Field(default=32, ge=1, description="largest number r of eigenvectors that are kept")
     steps: int = Field(default=1, ge=1, le=100, description="power steps in one refresh")
 
     def columns(self, d: int) -> int:

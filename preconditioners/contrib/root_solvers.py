@@ -57,7 +57,7 @@ class Chebyshev(Iterative):
     """
 
     kind: Literal["chebyshev"] = "chebyshev"
-    eps: float = Field(default=1e-3, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
+    eps: float = Field(default=1e-3, ge=0, le=1, description="ridge, in units of the matrix; relative: of its size")
     degree: int = Field(default=100, ge=1, le=1000, description="degree of the polynomial")
     interval: Annotated[tuple[float, float], Field(strict=False)] | None = Field(
         default=None, description="[low, high], in units of the size; default: from the relative ridge to 1"
@@ -93,9 +93,9 @@ class Chebyshev(Iterative):
         return Solved(x, residual, steps, exponent.numerator)
 
     def _size_of_identity(self, d: int) -> float:
-        """Return the bound that `scaling` gives for the identity matrix of order d, as a number on the host.
+        """Return the bound of the largest eigenvalue that `scaling` gives for the identity matrix of order d.
 
-        A ridge r raises the bound of a matrix by at most r times this number.
+        A ridge r raises the bound of a matrix by at most r times this number. The bound is computed on the host.
         """
         return float(self.scaling.upper(torch.eye(d, dtype=torch.float64, device="cpu")[None]))
 
@@ -118,24 +118,28 @@ class HigherOrder(Coupled):
 
     b_i = prod over j <= i of (1 + (j - 1) p) / (j p) are the coefficients of the series of M^(-1/p) around I (Lakic
     1998). Order 2 is Newton's iteration; the first step always has order 2. X `[N, d, d]` tends to C^(-1/p), and the
-    result is the q-th power of X. C is A + r I, divided by its trace, with A the matrix and r = max(eps * largest row
-    sum of A, floor) the ridge. The solver accepts exponents e = q/p with p <= 64 and q <= 8.
+    result is the q-th power of X. With the default fields, C is A + r I divided by its trace, with A the matrix and r =
+    max(eps * largest row sum of A, floor) the ridge. The solver accepts exponents e = q/p with p <= 64 and q <= 8.
 
     The residual is the larger of max |X^p C - I| and the iteration's own error. In float32 the residual may be up to
     about 1e-7 p times the condition number. The default ridge is therefore larger than that of `coupled_newton`.
     """
 
     kind: Literal["higher_order"] = "higher_order"
-    eps: float = Field(default=1e-5, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
-    order: int = Field(default=3, ge=2, le=10, description="terms of the series; the error falls with this power")
+    eps: float = Field(default=1e-5, ge=0, le=1, description="ridge, in units of the matrix; relative: of its size")
+    order: int = Field(
+        default=3, ge=2, le=10, description="terms of the series: a step raises ||M - I|| about to this power"
+    )
     scaling: Scaling = TraceBound()
     relative_to: EigenvalueBound | None = Field(
-        default=InfinityBound(), description="size that a relative eps refers to; null: `scaling`"
+        default=InfinityBound(), description="size of the matrix that is the unit of a relative eps; null: `scaling`"
     )
     max_iterations: int = Field(default=100, ge=1, le=200, description="bound on the steps")
     tolerance: float = Field(default=1e-8, gt=0, description="a matrix is done when ||M - I|| is below this")
     growth: float = Field(
-        default=1.2, ge=1, description="a matrix within 1/2 of I stops when its error exceeds its least by this factor"
+        default=1.2,
+        ge=1,
+        description="a matrix with M within 1/2 of I stops when its error is at least this times its least error",
     )
 
     def check(self, exponent: Fraction) -> str | None:
@@ -186,7 +190,7 @@ class NewtonDB(Coupled):
 
     def _step(self, state: Iterates, iteration: int) -> Iterates:
         y, z, zy = state
-        # products with this matrix, which tends to 0, have smaller rounding errors than those with (3 I - Z Y) / 2
+        # E = I + rest, and rest tends to 0: products with it have smaller rounding errors than products with E
         rest = (identity_like(zy) - zy) / 2
         y, z = y + self.times(y, rest), z + self.times(rest, z)
         return y, z, self.times(z, y)

@@ -15,7 +15,7 @@ from ..base import Stage, Traits
 
 
 class Cautious(Stage):
-    """d M / max(mean M, floor)  with M = [d g > 0], g the gradient;  mean M is the fraction of entries that are kept.
+    """d M / max(mean M, floor)  with M = [d g > 0], g the gradient;  mean M is the fraction of entries with M = 1.
 
     d is the direction, and M is 1 where d and g have the same sign and 0 elsewhere. These are cautious updates
     (algorithm 1 of Liang et al. 2024, arXiv:2411.16085). The stage is usually the last one of a chain, and masks the
@@ -24,8 +24,8 @@ class Cautious(Stage):
     """
 
     kind: Literal["cautious"] = "cautious"
-    floor: float = Field(default=1e-3, gt=0, le=1, description="least fraction to divide by")
-    per: Literal["block", "parameter"] = Field(default="block", description="over which entries the fraction is taken")
+    floor: float = Field(default=1e-3, gt=0, le=1, description="lower bound of the divisor")
+    per: Literal["block", "parameter"] = Field(default="block", description="entries over which mean M is computed")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         return Traits(sums=self.per == "parameter")

@@ -34,7 +34,7 @@ class Adafactor(Stage):
         default=None, ge=0, lt=1, description="constant decay per step; default: 1 - t^-decay_power"
     )
     decay_power: float = Field(default=0.8, gt=0, le=1, description="the decay is 1 - t^-decay_power")
-    eps: float = Field(default=1e-15, gt=0, description="floor of the root, in units of the gradient")
+    eps: float = Field(default=1e-15, gt=0, description="lower bound of sqrt(v), in units of the gradient")
     constants: ClassVar[frozenset[str]] = frozenset({"beta"})
 
     @model_validator(mode="after")
@@ -60,14 +60,18 @@ class Adafactor(Stage):
         row = self._track(state, "row", square.mean(-1), context)  # [N, ..., m]
         column = self._track(state, "column", square.mean(-2), context)  # [N, ..., n]
         mean = row.mean(-1, keepdim=True).clamp_min_(self._floor(row))
-        # entries of v below the squared rounding errors of the gradient have no information, and are raised to that
-        # value
+        # Entries of v that are smaller than squared rounding errors of the gradient have no information. They are
+        # raised to this size, `rounding`.
         rounding = mean.unsqueeze(-1) * (4 * gradient[0].numel() * torch.finfo(row.dtype).eps ** 2)
         v = (row / mean).unsqueeze(-1) * column.unsqueeze(-2)
         return direction / self._floored(torch.maximum(v, rounding))
 
     def _track(self, state: State, name: str, square: Tensor, context: StepContext) -> Tensor:
-        """Update a running mean of squares, and return the mean with bias correction."""
+        """Update the running mean of squares in a slot. Return the mean, with bias correction if `beta` is set.
+
+        name: name of the slot.
+        square: the squared gradient, or its mean over an axis, in the shape of the slot.
+        """
         v = state[name]
         if self.beta is not None:
             v.lerp_(square, 1 - self.beta)
@@ -78,7 +82,7 @@ class Adafactor(Stage):
         return v
 
     def _floor(self, like: Tensor) -> float:
-        """Return the floor of second moments: eps^2, but at least the smallest normal number of the dtype."""
+        """Return the floor of second moments: eps^2, but at least the smallest normal number of the dtype of `like`."""
         return max(self.eps**2, torch.finfo(like.dtype).tiny)
 
     def _floored(self, v: Tensor) -> Tensor:
@@ -94,7 +98,7 @@ class RelativeStep(Stage):
     """
 
     kind: Literal["relative_step"] = "relative_step"
-    floor: float = Field(default=1e-3, gt=0, description="the least parameter RMS assumed, in units of the parameter")
+    floor: float = Field(default=1e-3, gt=0, description="lower bound of RMS(parameter), in units of the parameter")
     decay: bool = Field(default=True, description="bound the step by 1 / sqrt(t) as well as by lr")
 
     def traits(self, block: tuple[int, ...]) -> Traits:

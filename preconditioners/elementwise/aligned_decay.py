@@ -18,15 +18,16 @@ from ..base import Stage, Traits
 class AlignedDecay(Stage):
     """rate [d W > 0] W,  with W the parameter, d the direction;  with `follow_lr`:  rate lr [d W > 0] W
 
-    lr is the learning rate, and [d W > 0] is 1 where d and W have the same sign and 0 elsewhere. This is weight decay
-    as a direction, for one path of a `sum` whose other path is the update. d is the direction of the stages before this
-    one on its path, for example a slow momentum in ANVIL (modded-nanogpt #360). To mask by the update itself, use the
-    weight decay `cautious`, which needs no `sum` (Chen et al. 2025, arXiv:2510.12402).
+    lr is the learning rate, and [d W > 0] is 1 where d and W have the same sign and 0 elsewhere. The result is weight
+    decay as a direction. The stage is the last one on a path of a `sum`, and another path of the `sum` computes the
+    update without this decay. d is the direction of the stages before this one on its path, for example a slow momentum
+    in ANVIL (modded-nanogpt #360). To mask by the update itself, use the weight decay `cautious`, which needs no `sum`
+    (Chen et al. 2025, arXiv:2510.12402).
     """
 
     kind: Literal["aligned_decay"] = "aligned_decay"
     rate: float = Field(default=0.01, gt=0, description="decay rate; the optimizer multiplies it by the learning rate")
-    follow_lr: bool = Field(default=False, description="multiply the rate by the learning rate")
+    follow_lr: bool = Field(default=False, description="multiply the rate by the learning rate once more")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         requests = (Request("parameter"), Request("lr")) if self.follow_lr else (Request("parameter"),)

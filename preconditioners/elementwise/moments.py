@@ -51,7 +51,7 @@ class Momentum(Stage):
     kind: Literal["momentum"] = "momentum"
     beta: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment, per step")
     nesterov: bool = Field(default=False, description="look ahead: add the new direction a second time")
-    beta3: float | None = Field(default=None, ge=0, lt=1, description="weight of the old mean in the result")
+    beta3: float | None = Field(default=None, ge=0, lt=1, description="weight of m_old in the result; null: m")
     bias_correction: bool = Field(default=True, description="divide by the sum of the weights so far")
 
     @model_validator(mode="after")
@@ -103,7 +103,9 @@ class Momentum(Stage):
 
 
 def _multiplied(state: State, beta: float) -> Tensor:
-    """Return the product `[N]` of all decays so far, after multiplying the slot `product` by `beta`."""
+    """Multiply the slot `product` by `beta`, the decay of this step. Return the product `[N]` of the decays of all
+    steps so far.
+    """
     product = state["product"] * beta
     state["product"] = product
     return product
@@ -208,7 +210,10 @@ class HeavyBall(Stage):
         return torch.add(m * self.beta, direction, alpha=weight) if self.nesterov else m
 
     def _weight(self, step: Tensor) -> Tensor:
-        """Return the weight of the direction with `undamped_start`: 1 in the first step, and 1 - dampening later."""
+        """Return the weight of the direction with `undamped_start`: 1 in the first step, and 1 - dampening later.
+
+        step: numbers of the steps of the blocks. The result has the same shape.
+        """
         return torch.where(step == 1, 1.0, torch.full_like(step, 1 - self.dampening))
 
 
@@ -219,10 +224,10 @@ class RMS(Stage):
     the direction: in NorMuon and AdaMuon the orthogonalized momentum.
 
     A running mean (b < 1) has w = 1 - b, and c = 1 - b^t with bias correction (Adam, Kingma & Ba 2015) or c = 1 without
-    (RMSprop). A sum (b = 1) has w = 1 and c = 1 (AdaGrad, Duchi et al. 2011). With the field `damped: false` both are 1
-    for any b. If b is scheduled, b^t stands for the product of its values in steps 1 to t. With `eps_on: raw` eps is
-    added before bias correction, and the divisor is (v^e + eps) / c^e, as in implementations that fold the correction
-    into the step size.
+    (RMSprop). A sum (b = 1) has w = 1 and c = 1 (AdaGrad, Duchi et al. 2011). With `damped: false`, w and c are 1 for
+    any b. If b is scheduled, b^t stands for the product of its values in steps 1 to t. With `eps_on: raw` eps is added
+    before bias correction, and the divisor is (v^e + eps) / c^e, as in implementations that fold the correction into
+    the step size.
 
     v has one number for each entry, or with `per` one for several entries. Then x^2 is replaced by its mean: with `per:
     row` over the last axis, with `per: column` over the last but one, and with `per: block` over all entries of the
@@ -234,8 +239,12 @@ class RMS(Stage):
     beta: float = Field(default=0.999, ge=0, le=1, description="decay of the second moment, per step; 1 = sum")
     eps: float = Field(default=1e-8, gt=0, description="added to the power, in units of the gradient for e = 1/2")
     bias_correction: bool = Field(default=True, description="divide v by 1 - beta^t; a sum (beta = 1) has no bias")
-    eps_on: Literal["corrected", "raw"] = Field(default="corrected", description="which power eps is added to")
-    damped: bool = Field(default=True, description="weight of squares: 1 - beta; false: 1, uncorrected")
+    eps_on: Literal["corrected", "raw"] = Field(
+        default="corrected", description="corrected: add eps after bias correction; raw: before it"
+    )
+    damped: bool = Field(
+        default=True, description="weight w of squares: 1 - beta; false: w = 1, without bias correction"
+    )
     source: Literal["gradient", "direction"] = Field(default="gradient", description="tensor that is squared")
     per: Literal["entry", "row", "column", "longest", "longer", "block"] = Field(
         default="entry",
@@ -289,8 +298,8 @@ class RMS(Stage):
         )
 
     def _per(self, block: tuple[int, ...]) -> str:
-        """Return which entries of a block of this shape share one second moment: those of a "row", a "column" or the
-        "block", or "entry" if each entry has its own.
+        """Return which entries of a block of this shape share one second moment: the entries of a "row", a "column" or
+        the "block". The result is "entry" if each entry has a second moment of its own.
 
         This is the field `per`, with "longest" replaced by "row" for blocks with at least as many rows as columns, and
         else by "column". "longer" is replaced in the same way, but by "block" for square blocks. For a vector the
@@ -345,7 +354,7 @@ class RMS(Stage):
         return self.bias_correction and self.beta < 1 and self.damped
 
     def _accumulate(self, state: State, x: Tensor) -> Tensor:
-        """Add the squares of x to the second moment v in its slot, and return v."""
+        """Update the second moment v in its slot with the squares of x `[N, *block]`, and return v."""
         v = state["v"]
         weight = 1 - self.beta if self.beta < 1 and self.damped else 1.0
         per = self._per(state.block)
@@ -370,7 +379,7 @@ class LaggedRMS(Stage):
 
     kind: Literal["lagged_rms"] = "lagged_rms"
     beta: float = Field(default=0.9999, ge=0, lt=1, description="decay of the second moment, per step")
-    eps: float = Field(default=1e-6, gt=0, description="floor of the root, in units of the gradient")
+    eps: float = Field(default=1e-6, gt=0, description="lower bound of sqrt(v), in units of the gradient")
     clip_power: float | None = Field(
         default=0.25, ge=0, description="power p: entries are clipped to [-t^p, t^p]; null: entries are not clipped"
     )

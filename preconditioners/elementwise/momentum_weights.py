@@ -22,10 +22,14 @@ def k_maxwell(
 ) -> list[dict[str, Any]]:
     """Return the `means` of a `momentum_mixture` whose mean age changes linearly from `start_age` to `end_age`.
 
-    The mean ages a_1 ... a_K of the means are log-spaced, and their decays are a_k / (a_k + 1). The weights are w_k = c
-    k for k < K, and w_K = 1 - sum_(k<K) w_k, with the c for which sum_k w_k a_k is the mean age of the mixture. Until
-    `begin` all means have the decay `beta`. From `begin` to the end of the run the weights change linearly from those
-    of `start_age` to those of `end_age`.
+    The age of a gradient is the number of steps since it was computed. The mean age of a running mean is the mean of
+    the ages of all gradients, weighted by their weights in the running mean. The mean age of the mixture is the
+    weighted mean of the mean ages of its running means.
+
+    The mean ages a_1 ... a_K of the running means are log-spaced, and their decays are a_k / (a_k + 1). Their weights
+    are w_k = c k for k < K, and w_K = 1 - sum_(k<K) w_k, with the c for which sum_k w_k a_k is the mean age of the
+    mixture. Until `begin` all means have the decay `beta`. From `begin` to the end of the run the weights change
+    linearly from those of `start_age` to those of `end_age`.
 
     `k_maxwell(8, 58, 26)` has the weights of pull request #357 of modded-nanogpt, and `k_maxwell(6, 50, 22)` those of
     #359.
@@ -81,13 +85,13 @@ class KernelStatistics(NamedTuple):
 def entropy_kernel(statistics: KernelStatistics, length: int = 256) -> NDArray[np.float64]:
     """Return the kernel of maximum entropy with given statistics (pull requests #368 and #369 of modded-nanogpt).
 
-    The weights w_k of the ages k = 2, 3, ... have the largest -sum_k w_k log w_k of all weights with these statistics.
-    They are w_k = exp(a + b (-1)^k + c k + d log(1 + k)). Newton's method finds b, c and d, and a follows from the sum
-    of the weights.
+    The weights of the ages 0 and 1 are given. The weights w_k of the ages k = 2, 3, ... have the largest -sum_k w_k log
+    w_k of all weights with these statistics. They are w_k = exp(a + b (-1)^k + c k + d log(1 + k)). Newton's method
+    finds b, c and d, and a follows from the sum of the weights.
 
     Args:
         statistics: Statistics of the kernel.
-        length: Number of weights. Gradients of this age or older have no weight.
+        length: Number of weights, which are those of the ages 0 to length - 1. Older gradients have no weight.
 
     Returns:
         Weights `[length]` by age.
@@ -208,8 +212,8 @@ def _annealed(
     """Return the field `means` of a `MomentumMixture`: for each mean, a schedule of its decay and a schedule of its
     weight.
 
-    The decays are all `beta` at first, and `betas` from the fraction `begin` of the run on. From there to the end of
-    the run the weights change linearly from `start` to `end`.
+    Until the fraction `begin` of the run all decays are `beta`, and the weights are `start`. Then the decays are
+    `betas`, and until the end of the run the weights change linearly from `start` to `end`.
     """
 
     def jump(before: float, after: float) -> list[dict[str, float]]:

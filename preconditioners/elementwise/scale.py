@@ -31,9 +31,9 @@ class Scale(Stage):
     inverse_mean:  2 / (m + n) (Frans et al. 2025, SPlus)
     dimensions:    sqrt(m / n) / (sqrt(m) + sqrt(n)) (OKLS)
     fan_in:        1 / n (Pethick et al. 2025, Scion, for signs)
-    kernel:        sqrt(m / c) / p for blocks m x c x kernel, p the number of positions of the kernel: a convolution is
-                   a sum of p matrices m x c (Bernstein & Newhouse 2024, Modular Duality; Pethick et al. 2025, Scion).
-                   sqrt(m / n) for matrices. Blocking must not merge axes, which would hide p.
+    kernel:        sqrt(m / c) / p for weights of convolutions, m x c x kernel, where the kernel has p positions: such a
+                   convolution is a sum of p matrices m x c (Bernstein & Newhouse 2024, Modular Duality; Pethick et al.
+                   2025, Scion). sqrt(m / n) for matrices. Blocking must not merge the axes, because p is then unknown.
 
     For factors that depend on the norm of d, use the stage `normalize`.
     """
@@ -91,7 +91,7 @@ class Normalize(Stage):
     rule: Literal["unit_rms", "unit_norm", "unit_rows", "norm_preserving"] = Field(
         default="unit_rms", description="norm of the result"
     )
-    factor: float = Field(default=1.0, gt=0, description="multiplies the rule")
+    factor: float = Field(default=1.0, gt=0, description="factor of the target norm")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         return Traits(scale_free=self.rule != "norm_preserving")
@@ -124,8 +124,10 @@ class ClipRMS(Stage):
 
 
 def norm_over(x: Tensor, per: str, context: StepContext) -> Tensor:
-    """Return the Frobenius norm for each block of x, `[N]`. With `per` "parameter" it is the norm of the block's
-    parameter.
+    """Return the Frobenius norm of each block of x, `[N]`. If `per` is "parameter", return for each block the norm over
+    all blocks of its parameter.
+
+    per: "block" or "parameter".
     """
     norm = block_norm(x)
     return context.parameter_sum(norm.square()).sqrt() if per == "parameter" else norm
@@ -143,7 +145,7 @@ class ClipNorm(Stage):
     max_norm: float = Field(default=1.0, gt=0, description="the largest norm that passes unchanged")
     per: Literal["block", "parameter", "model"] = Field(
         default="block",
-        description="over which entries the norm is taken; model: the gradients of all parameters, before any stage",
+        description="entries over which the norm is computed; model: the gradients of all parameters, before any stage",
     )
 
     def traits(self, block: tuple[int, ...]) -> Traits:
@@ -172,8 +174,8 @@ class ClipRunningNorm(Stage):
     kind: Literal["clip_running_norm"] = "clip_running_norm"
     factor: float = Field(default=1.05, gt=0, description="the largest norm that passes unchanged, in units of m")
     beta: float = Field(default=0.98, ge=0, lt=1, description="decay of the mean norm, per step")
-    start: int = Field(default=100, ge=1, description="first steps, which are not clipped")
-    per: Literal["block", "parameter"] = Field(default="parameter", description="over which entries the norm is taken")
+    start: int = Field(default=100, ge=1, description="number of first steps, which are not clipped")
+    per: Literal["block", "parameter"] = Field(default="parameter", description="entries over which norms are computed")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         return Traits(sums=self.per == "parameter")

@@ -39,7 +39,7 @@ class Standardize(Stage):
 
 
 class Sinkhorn(Stage):
-    """Scale rows to RMS 1, then columns to RMS 1, `rounds` times;  X is a block as a matrix, first axis x the rest.
+    """Scale rows of X to RMS 1, then its columns, `rounds` times;  X is a block as a matrix, first axis x the rest.
 
     Alone the stage is the optimizer SinkGD (Scetbon et al. 2025, arXiv:2502.06742, Algorithm 3); it is also used inside
     `adaptive_rotation`. For a square X of order n, the matrix of squared entries divided by n converges to the doubly
