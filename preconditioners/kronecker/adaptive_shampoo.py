@@ -48,9 +48,9 @@ class AdaptiveShampoo(Factored):
         "factor)",
     )
     eps: float = Field(default=1e-10, gt=0, description="least damping r, in units of the statistic")
-    threshold: float = Field(default=0.1, gt=0, description="h at which the damping stays as it is")
-    ceiling: float = Field(default=1e-6, gt=0, description="damping above which a decomposition is cheaper")
-    every: Cadence = Field(default=Every(steps=1), alias="refresh", description="when staleness is checked")
+    threshold: float = Field(default=0.1, gt=0, description="error h at which the damping stays as it is")
+    ceiling: float = Field(default=1e-6, gt=0, description="damping above which the statistic is decomposed instead")
+    every: Cadence = Field(default=Every(steps=1), alias="refresh", description="steps in which h is computed")
     matrix: ClassVar[Literal["root", "basis"]] = "basis"
 
     @model_validator(mode="after")
@@ -111,14 +111,15 @@ class AdaptiveShampoo(Factored):
         return wanted
 
     def _decompose(self, state: State, axis: int, a: Tensor, due: tuple[Tensor, Tensor]) -> None:
-        """Decompose the present statistic A of the due blocks, and store its eigenvectors and eigenvalues.
+        """Decompose the present statistic A of the blocks that are due, and store its eigenvectors and eigenvalues.
 
-        They replace those of the last decomposition, and the damping of these blocks becomes `eps` again. Where the
-        decomposition fails, nothing changes except the count of failures.
+        The damping of these blocks becomes `eps`. Where the decomposition fails, the stored eigenvectors, eigenvalues
+        and damping do not change, and the count of failures increases by 1.
 
         a: A `[N, d, d]`.
-        due: (rows, mask). rows: indices of the blocks to decompose. mask: bool `[N]`, True for due blocks. Results are
-            stored only for due blocks. On a device `rows` has all blocks, because the host does not read the mask.
+        due: (rows, mask). mask: bool `[N]`, True for blocks that are due; only their results are stored. rows: indices
+            of the blocks that are decomposed. On a device these are all blocks, because the host does not read the
+            mask; elsewhere they are the blocks that are due.
         """
         rows, counts = due
         found, vectors, fine = eigh(a[rows])

@@ -29,10 +29,13 @@ from ..statistics import Gram, Power, Statistic
 class Factored(Stage):
     """A stage with a statistic A_i for each axis i of the block. A refresh computes a root or a basis of A_i.
 
-    This matrix is in the slot `<matrix>.<i>` `[N, d, d]`, and is the identity before its first refresh. If the solver
-    fails for a matrix, the matrix keeps its last value. The slot `failures.<i>` counts consecutive failures; a refresh
-    that succeeds resets the count. The matrix of a diagonal factor is stored as its diagonal `[N, d]`. The stage may be
-    an inner stage of `eigenbasis`. When the basis of that stage changes, this diagonal is transformed to the new basis.
+    The root or basis is stored in the slot `root.<i>` or `basis.<i>`, `[N, d, d]`, and is the identity before the first
+    refresh. If the solver fails for a matrix, the slot keeps the last root or basis of this matrix. The slot
+    `failures.<i>` counts consecutive failures; a refresh that succeeds resets the count. The root of a diagonal factor
+    is stored as its diagonal `[N, d]`. If the stage is inside an `eigenbasis`, this diagonal is transformed whenever
+    the basis changes.
+
+    matrix: "root" or "basis", the kind of matrix that a refresh computes.
     """
 
     statistic: Statistic = Field(default=Gram(), description="statistic that each axis accumulates")
@@ -64,7 +67,9 @@ class Factored(Stage):
 
     @property
     def pending_order(self) -> bool:
-        """True if a delayed refresh of a basis stores the new order of its columns, too, until it takes effect."""
+        """True if a delayed refresh stores not only a new basis, but also the new order of its columns, until it takes
+        effect.
+        """
         return False
 
     def factor_axes(self, block: tuple[int, ...]) -> tuple[int, ...]:
@@ -87,9 +92,11 @@ class Factored(Stage):
 
     @abstractmethod
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
-        """Return A^exponent for the statistic A of an axis, computed from the root or basis that the stage stores.
+        """Return A^exponent for the statistic A of an axis, by which the statistic whitens gradients for other axes.
 
-        estimate: the present estimate of A.
+        The power is computed from the root or basis that the stage stores, and from the estimate.
+
+        estimate: the present estimate of A, `[N, d, d]`, or `[N, d]` for a diagonal factor.
         """
 
     def cadence(self) -> Cadence:
@@ -131,13 +138,13 @@ class Factored(Stage):
         return x
 
     def frame_changed(self, state: State, rows: tuple[int, int], context: StepContext) -> None:
-        """Rotate a gradient that the stage has cached to the new basis, after a refresh changed the basis of some rows.
+        """Rotate a cached gradient to the new basis, after a refresh changed the basis of some blocks.
 
         A stage may cache results of `in_frame` for the later hooks of a step. The default has no cache and does
         nothing.
 
-        state: state of these rows.
-        rows: (start, stop) of the rows in the stack.
+        state: state of these blocks.
+        rows: (start, stop). The blocks have the numbers start to stop - 1 in the stack.
         """
 
     def observe(self, state: State, gradient: Tensor, context: StepContext) -> None:
@@ -155,7 +162,10 @@ class Factored(Stage):
                 self.frame_changed(rows, (start, stop), context)
 
     def _observe_first(self, state: State, x: Tensor, context: StepContext) -> None:
-        """Observe x `[N, *block]` and refresh, for blocks whose first refresh is in this step."""
+        """Observe x `[N, *block]` and refresh, for blocks whose first refresh is in this step.
+
+        With `warm_start` these blocks observe x twice, and this method is the first of the two observations.
+        """
         begins = self.every.first_due(self._earliest)
         if context.holds(lambda steps: steps == begins) is False:
             return
@@ -186,7 +196,10 @@ class Factored(Stage):
 
     @final
     def estimate(self, state: State, axis: int, context: StepContext, behind: int = 0) -> Tensor:
-        """Return the statistic's estimate of one axis (see `Statistic.estimate`)."""
+        """Return the estimate of the statistic of one axis, from which roots and bases are computed.
+
+        behind: 1 if the statistic does not contain the contribution of this step yet, else 0.
+        """
         return self.statistic.estimate(state, axis, context, behind, self.cached_traits().lagged)
 
     def refresh(self, state: State, gradient: Tensor, context: StepContext) -> None:
@@ -200,15 +213,16 @@ class Factored(Stage):
     def equal_axes(self, state: State, axes: Sequence[int]) -> list[list[int]]:
         """Return the axes in groups, such that a solver may receive the matrices of a group as one stack.
 
-        Matrices of a group have equal shapes and equal keys `solved_alike`, and are not quantized. Only the matrices of
-        the blocks that are refreshed now are in the stack.
+        Matrices of a group have equal shapes and equal keys `solved_alike`, and are not quantized. The stack has only
+        the matrices of the blocks that are refreshed now, the blocks of `state`.
 
-        To stack the matrices of several axes, they are copied. Axes are grouped only if all copies together have at
-        most as many entries as all blocks, so that copies need no more memory than other parts of a step.
+        Stacking copies the matrices. Axes are grouped only if the copies have at most as many entries as all blocks of
+        the optimizer's stack, so that they need no more memory than other parts of a step.
 
         If the size of a matrix is no multiple of a cache line, the last bits of products depend on its place in the
-        stack. The groups must then be the same for any number of refreshed blocks. Therefore the copies are compared
-        with the blocks that are refreshed now, and not with all blocks: the ratio does not depend on their number.
+        stack. The groups must then be the same for any number of refreshed blocks. Therefore the entries of the copies
+        are compared with those of the refreshed blocks alone. The ratio of these numbers does not depend on the number
+        of refreshed blocks.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:
@@ -243,7 +257,8 @@ class Factored(Stage):
 
         value: the root or basis, with the shape of its slot.
         ok: bool `[N]`, False where the solver failed.
-        order: `[N, r]`, the old column of each new column. None: columns keep their order.
+        order: `[N, r]`, the index of the old column from which each new column was computed. None: columns keep their
+            order.
         """
         found = {_pending_slot(self.matrix, axis): value, _pending_slot("result", axis): ok.int() * 2 - 1}
         if self.pending_order:

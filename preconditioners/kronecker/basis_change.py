@@ -9,8 +9,8 @@ Legend:
     m: first moments `[N, *block]` in the new basis.
     s_i: the present sums of v over all axes except i, `[N, length of axis i]`.
     d_i: the values that these sums should have according to the statistic, diag(Q_i^T A_i Q_i), called marginals.
-    w_j: weights `[N, length of axis j]`. If the statistics are whitened along axis j, each sum over axis j has these
-        weights.
+    w_j: weights `[N, length of axis j]` of the entries in sums over axis j, if the statistics are whitened along this
+        axis.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ def _reordered(x: Tensor, turns: Mapping[int, Turn]) -> Tensor:
 def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
     """Raise ValueError for stages that cannot be inside a basis that changes.
 
-    Their statistics, or the inputs beside the gradient that they request (signals), have no form in another basis.
+    Such a stage has a slot that cannot be transported to another basis, or requests an input beside the gradient (a
+    signal) that cannot be rotated.
 
     path: path of the chain in the recipe.
     """
@@ -176,7 +177,11 @@ def order_or_identity(order: Tensor | None, ok: Tensor) -> Tensor | None:
 
 
 def slot_axis(slot: Slot, axis: int, order: int) -> int | None:
-    """Return the index of a block's axis among the axes of a slot, or None if the slot does not have that axis."""
+    """Return the index of a block's axis among the axes of a slot, or None if the slot does not have that axis.
+
+    axis: the axis of the block.
+    order: number of axes of the block.
+    """
     spans = {"row": range(order - 1), "column": [*range(order - 2), order - 1], "none": ()}
     axes = list(spans.get(slot.frame, slot.axes if slot.axes is not None else range(order)))
     return axes.index(axis) if axis in axes else None
@@ -281,7 +286,7 @@ def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
     decay: decay b of v.
     """
     mean = v.flatten(1).mean(-1)
-    # smaller entries of v may be rounding errors of rotations; the factor 16 is a margin
+    # entries of v below `rounding` may be rounding errors of rotations; the factor 16 is a margin
     rounding = mean * (v[0].numel() * (16 * torch.finfo(v.dtype).eps) ** 2)
     hidden = None
     if not may_branch_on_values(v) or not bool((v.flatten(1).amin(-1) > rounding).all()):
@@ -297,9 +302,11 @@ def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
 
 
 def _marginals_of(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) -> dict[int, Tensor]:
-    """Return the marginals (sums over all axes except one) for the axes that a slot has, by axis of the slot.
+    """Return the marginals (sums over all axes except one) of those axes of a block that a slot has.
 
-    marginals: the marginals by axis of the block.
+    The result is indexed by the axis of the slot, and the argument `marginals` by the axis of the block.
+
+    block: shape of the block.
     """
     places = {axis: slot_axis(slot, axis, len(block)) for axis in marginals}
     return {place: marginals[axis] for axis, place in places.items() if place is not None}
@@ -400,8 +407,8 @@ def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
     """Return the factors (d / s)^power by which a second moment v is multiplied along one axis to correct its sums.
 
     d is first scaled to the same total as s. The factor is 1 where d or s is 0. If v is multiplied along this axis
-    alone, with power 1, its sums become d. A smaller power corrects a part of the difference, for a factored second
-    moment, both of whose vectors are corrected (see `fit_second_moments`).
+    alone, with power 1, its sums become d. A smaller power corrects only a part of the difference. It is used for a
+    factored second moment, whose two vectors are both corrected (see `fit_second_moments`).
 
     d: sums that v should have over all other axes, `[N, length of the axis]`.
     s: the present sums of v over all other axes, in the same shape.

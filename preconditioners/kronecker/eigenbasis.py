@@ -80,13 +80,17 @@ class Eigenbasis(Factored, DelayedRefresh):
     timing: Literal["current", "lagged"] = Field(
         default="current", description="observe and refresh before (current) or after (lagged) the gradient is used"
     )
-    transport: Transport = Field(default="exact", description="how inner state follows the basis")
+    transport: Transport = Field(default="exact", description="how the state of `inner` changes with the basis")
     statistic_frame: Literal["fixed", "basis"] = Field(
         default="fixed",
-        description="frame of the statistics: that of the gradient, or their own basis",
+        description="basis in which statistics accumulate; fixed: that of the gradient; basis: their own basis Q",
     )
     floor: float = Field(
-        default=1e-3, ge=0, lt=1, description="lower bound of other axes' eigenvalues, in units of their mean"
+        default=1e-3,
+        ge=0,
+        lt=1,
+        description="lower bound of the eigenvalues by which gradients are whitened for other axes, in units of their "
+        "mean",
     )
 
     @model_validator(mode="after")
@@ -129,8 +133,9 @@ class Eigenbasis(Factored, DelayedRefresh):
     def traits(self, block: tuple[int, ...]) -> Traits:
         norm, gain = chain_bounds(self.chain, block)
         if all(stage.cached_traits(block).entrywise for stage in self.chain):
-            # In the basis, the m x n matrix of signs of a direction is like a random one: its spectral norm is about
-            # sqrt(m) + sqrt(n), while that of any matrix of signs is at most sqrt(m n).
+            # The bounds of entry-wise stages are made for the worst m x n matrix of signs, whose spectral norm is
+            # sqrt(m n). In the basis, the signs of a direction are like random signs, with a spectral norm of about
+            # sqrt(m) + sqrt(n). `share` is the ratio of the two norms.
             m, n = matrix_shape(block)
             share = 1 / math.sqrt(m) + 1 / math.sqrt(n)
             norm, gain = (bound if bound is None else bound * share for bound in (norm, gain))
@@ -152,14 +157,14 @@ class Eigenbasis(Factored, DelayedRefresh):
         own = slice(*rows)
         new = self._rotated(state, cached.x[own])
         for axis, q in cached.bases.items():
-            # if the slot is read as a copy, q still has the old basis; otherwise q is the slot, which has the new one
+            # if reading the slot returns a copy, the copy q has the old basis; else q is the slot, with the new basis
             if state.copied(f"basis.{axis}"):
                 q[own].copy_(new.bases[axis])
         if cached.bases:  # if no axis has a basis, `rotated` is the gradient itself, which must not be written to
             cached.rotated[own].copy_(new.rotated)
 
     def _rotated(self, state: State, x: Tensor) -> _Rotated:
-        """Return x in the present basis, together with this basis."""
+        """Return x, the present bases, and x rotated to them."""
         bases = self.matrices(state)
         return _Rotated(x, bases, self._inward(x, bases))
 
@@ -240,11 +245,16 @@ class Eigenbasis(Factored, DelayedRefresh):
     def _computed(
         self, state: State, axes: Sequence[int], context: StepContext
     ) -> tuple[Tensor, Basis, Diagonal | None]:
-        """Compute the bases of several axes as one stack. Their matrices have the same shape.
+        """Compute the bases of several axes, whose matrices have the same shape, as one stack.
 
-        Return (the old bases, the result of the solver, a function for the diagonal of Q^T A Q or None).
+        Return (old, found, diagonal).
+
+        old: the present bases.
+        found: the new bases Q, as the solver returned them.
+        diagonal: function that computes diag(Q^T A Q), as `BasisSolver.basis_and_diagonal` returns it, or None.
         """
-        # without a slow mean the estimate is a multiple of the stored factor, and this solver ignores such multiples
+        # Without a slow mean the estimate is a multiple of the stored factor. A solver with `unit_free` returns the
+        # same basis for both, and then receives the factor, so that the estimate need not be computed.
         stored = self.solver.unit_free and self.statistic.slow is None
         old = joined([state[f"basis.{axis}"] for axis in axes])
         a = (state[f"factor.{axis}"] if stored else self.estimate(state, axis, context) for axis in axes)

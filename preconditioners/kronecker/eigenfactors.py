@@ -40,8 +40,8 @@ class Eigenfactors(LearnedFactors):
     column and its limit by b + (1 - b) r, where r < 1 is the ratio of two eigenvalues. With an exact `solver` and
     without quantization the stage equals a Shampoo that observes and computes roots at the same updates.
 
-    Where l is 0, because nothing has been observed, R is the identity. If the solver fails, V and l keep their values,
-    and the slot `failures.<i>` counts consecutive failures.
+    While all l of an axis are 0, as with `initial: 0` before the first refresh, R is the identity. If the solver fails,
+    V and l keep their values, and the slot `failures.<i>` counts consecutive failures.
     """
 
     kind: Literal["eigenfactors"] = "eigenfactors"
@@ -51,9 +51,9 @@ class Eigenfactors(LearnedFactors):
         description="e of each axis, or by order of the block as {2: 1/2, 1: 0}, 0: no factor; default 1 / (2 * k)",
     )
     eps: float = Field(default=1e-6, ge=0, description="ridge of a root, relative to the largest eigenvalue")
-    initial: float = Field(default=1e-6, ge=0, description="l starts as this, in squared units of the gradient")
+    initial: float = Field(default=1e-6, ge=0, description="initial value of l, in squared units of the gradient")
     solver: BasisSolver = Field(default=PowerQR(bootstrap=False), description="how P is computed from A and V")
-    every: Cadence = Field(default=Every(), alias="refresh", description="when the factors learn the gradient")
+    every: Cadence = Field(default=Every(), alias="refresh", description="steps in which V and l are updated")
 
     @model_validator(mode="after")
     def _basis_is_whole(self) -> Self:
@@ -95,6 +95,7 @@ class Eigenfactors(LearnedFactors):
 
         m: M = G G^T `[N, d, d]`, with G the unfolding of the gradient along the axis.
         live: bool `[N]`, False for blocks whose gradient is zero or not finite.
+        first: True at the first refresh of these blocks.
         """
         v, failures = state[f"basis.{axis}"], state[f"failures.{axis}"]
         scaled = v * state[f"values.{axis}"].unsqueeze(-2)

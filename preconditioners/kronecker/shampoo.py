@@ -59,8 +59,8 @@ class Shampoo(Factored, DelayedRefresh):
     def _require_fit(self, block: tuple[int, ...]) -> None:
         """Raise ValueError if the stage cannot compute the roots and powers of factors that a block needs.
 
-        The solver must accept the exponents of the block. If the statistic whitens gradients, it reads a power of each
-        factor. The stage must be able to compute this power from the factor, or from its stored root.
+        The solver must accept the exponents of the block. If the statistic whitens gradients by powers of the factors
+        (`Statistic.needs_power`), the stage must be able to compute these powers from a factor, or from its root.
         """
         order = len(block)
         for exponent in sorted({self._exponent(block, axis) for axis in range(order)} - {Fraction(0)}):
@@ -93,12 +93,12 @@ class Shampoo(Factored, DelayedRefresh):
 
     @cached_property
     def _factor_axes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Cache of `factor_axes`, by shape of the block."""
+        """The axes that `factor_axes` has returned before, by shape of the block."""
         return {}
 
     def solved_alike(self, block: tuple[int, ...], axis: int) -> Hashable:
-        # The matrix of an axis is solved alone if 4 does not divide the length of the axis, because the last bits of
-        # its products would depend on the index in a stack.
+        # If 4 does not divide the length of an axis, the last bits of products of its matrix depend on the place of the
+        # matrix in a stack. Such an axis has a key of its own, so that a solver computes its matrix alone.
         return self._exponent(block, axis), 0 if block[axis] % 4 == 0 else axis
 
     def refresh_axes(self, state: State, axes: Sequence[int], context: StepContext) -> None:
@@ -148,10 +148,12 @@ class Shampoo(Factored, DelayedRefresh):
         return Power(left, right, unit, trace, known)
 
     def _diagonal_power(self, exponent: Fraction, estimate: Tensor, unit: Tensor) -> Power:
-        """Return the power of a diagonal factor, with the solver's ridge.
+        """Return the power of a diagonal factor, after the solver has added its ridge to the factor.
 
-        It is computed from the present estimate of the factor, not from the stored root, which may be old.
+        The power is computed from the present estimate of the factor, not from the stored root, which may be old.
 
+        exponent: the power.
+        estimate: the present estimate `[N, d]` of the factor.
         unit: `[N]`, the mean eigenvalue of the estimate.
         """
         values = self.solver.regularized(estimate) / per_block(unit, estimate)

@@ -34,7 +34,9 @@ class LearnedFactors(Stage):
     not finite leaves the factors unchanged.
     """
 
-    every: Cadence = Field(default=Every(steps=1), alias="refresh", description="when the factors take a step")
+    every: Cadence = Field(
+        default=Every(steps=1), alias="refresh", description="steps in which the factors are updated"
+    )
     source: Literal["gradient", "direction"] = Field(
         default="gradient",
         description="tensor that the factors learn from: the gradient, or the direction of the stages before",

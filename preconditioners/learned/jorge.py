@@ -44,7 +44,9 @@ class Jorge(LearnedFactors):
     """
 
     kind: Literal["jorge"] = "jorge"
-    form: Literal["published", "symmetric"] = Field(default="published", description="how the series is arranged")
+    form: Literal["published", "symmetric"] = Field(
+        default="published", description="multiply R by K from one side, or by h from both"
+    )
     exponent: Rational | None = Field(
         default=None,
         description="e of each axis, one over a whole number, an even one if symmetric; default 1 / (2 * k)",
@@ -111,8 +113,9 @@ def _published(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
     This is the form `published` of `Jorge`. The caller multiplies R K by (1 + 1 / ||X||_F)^e, which makes it the next
     root.
 
-    r: R, the present root.
-    s: S = G G^T, of the gradient's unfolding G along the axis.
+    r: R `[N, d, d]`, the present root.
+    s: S = G G^T `[N, d, d]`, with G the unfolding of the gradient along the axis.
+    e: the exponent of the root.
     """
     y, size = _product(r, s, e.denominator)
     ry = torch.bmm(r, y)
@@ -126,8 +129,9 @@ def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
     This is the form `symmetric` of `Jorge`. The caller multiplies h R h by (1 + 1 / ||X||_F)^e, which makes it the next
     root.
 
-    r: R, the present root.
-    s: S = G G^T, of the gradient's unfolding G along the axis.
+    r: R `[N, d, d]`, the present root.
+    s: S = G G^T `[N, d, d]`, with G the unfolding of the gradient along the axis.
+    e: the exponent of the root.
     """
     y, left = _product(r, s, e.denominator // 2)
     y, right = _product(r, y.mT, e.denominator // 2)
@@ -137,7 +141,11 @@ def _symmetric(r: Tensor, s: Tensor, e: Fraction) -> tuple[Tensor, Tensor]:
 
 
 def _product(r: Tensor, s: Tensor, power: int) -> tuple[Tensor, Tensor]:
-    """Return Y = X / ||X||_F and log ||X||_F `[N]` for X = R^power S, with R the root and S = G G^T of the gradient.
+    """Return (Y, log ||X||_F `[N]`), with Y = X / ||X||_F and X = R^power S.
+
+    r: R `[N, d, d]`, the root.
+    s: S `[N, d, d]`.
+    power: a whole number.
 
     R and each partial product are scaled to norm 1, so that no product over- or underflows.
     """

@@ -68,18 +68,16 @@ class PSGD(LearnedFactors):
     """
 
     kind: Literal["psgd"] = "psgd"
-    form: Literal["triangular", "quad"] = Field(default="triangular", description="parametrization of Q, and its step")
-    lr_preconditioner: float = Field(default=0.1, gt=0, le=1, description="step m, relative to the size of T")
-    smoothing: float = Field(
-        default=0.9, ge=0, lt=1, description="b, how slowly the bound L falls; 0: L = l, as in the papers"
-    )
+    form: Literal["triangular", "quad"] = Field(default="triangular", description="form of the Q_i and of their steps")
+    lr_preconditioner: float = Field(default=0.1, gt=0, le=1, description="step size m, in units of 1 / L")
+    smoothing: float = Field(default=0.9, ge=0, lt=1, description="decay b of the bound L; 0: L = l, as in the papers")
     damping: float = Field(
         default=1e-9,
         ge=0,
-        description="noise added to the whitened gradient, in units of the gradient: bounds P by 1 / damping",
+        description="size of the noise in h = g + damping v, in units of the gradient: bounds P by 1 / damping",
     )
     initial_scale: float | None = Field(
-        default=None, gt=0, description="Q starts as this times I; default: by the first gradient"
+        default=None, gt=0, description="Q starts as this times I; default: computed from the first gradient"
     )
 
     def state_meaning(self) -> Mapping[str, Any]:
@@ -127,9 +125,10 @@ class PSGD(LearnedFactors):
         return noise.normal(context.seed, context.step, tuple(like.shape[1:]), like.dtype, PROBE)
 
     def _started(self, factors: dict[int, Tensor], gradient: Tensor, fresh: Tensor) -> dict[int, Tensor]:
-        """Return the factors, with those of blocks that are updated for the first time scaled to their initial value.
+        """Return the factors. In blocks that are updated for the first time they are scaled to their initial value.
 
-        fresh: bool `[N]`, True for these blocks.
+        factors: the factors Q_i by axis; the identity in blocks that are updated for the first time.
+        fresh: bool `[N]`, True for blocks that are updated for the first time.
         """
         scale = gradient.new_full(fresh.shape, self.initial_scale) if self.initial_scale else self._scale(gradient)
         share = torch.where(fresh, to_power(scale, 1 / len(factors)), 1.0)
@@ -151,7 +150,7 @@ class PSGD(LearnedFactors):
     def _bound(self, old: Tensor, size: Tensor) -> Tensor:
         """Return sqrt(L) `[N]`, where L is a slowly falling bound of the size l of a factor's descent direction.
 
-        The roots are stored, because L and l are in units of squared gradients and could overflow.
+        The state has sqrt(L) in place of L, because L and l are in units of squared gradients and could overflow.
 
         old: sqrt(L) of the last step.
         size: sqrt(l) of this step.

@@ -30,7 +30,7 @@ class SIRF(LearnedFactors):
     """P d  with P = K_1 K_1^T (x) ... (x) K_k K_k^T, stored as the K_i;  P tends to (E[B g g^T] + damping I)^(-1)
 
     (x) is the Kronecker product, and x_i the product of a tensor with a matrix along axis i. g is the gradient, d the
-    direction, and B the batch size. d_i is the length of axis i, n the number of entries of a block, a = momentum, and
+    direction, and B = batch_size. d_i is the length of axis i, n the number of entries of a block, a = momentum, and
     b = lr_preconditioner. H_i is the unfolding along axis i of H = sqrt(B) g x_1 K_1^T ... x_k K_k^T. A refresh updates
     the factor K_i and its momentum m_i for each axis i:
 
@@ -45,13 +45,14 @@ class SIRF(LearnedFactors):
     a layer with the weight W, U is the mean of a a^T over its inputs a (signal `activation_gram`), and G the mean of
     u u^T over the gradients u with respect to its outputs W a (signal `output_gradient_gram`). Then H_1 = K_1^T G K_1,
     H_2 = K_2^T U K_2, and d_i / n H_i H_i^T is replaced by B tr(H_j) / d_j H_i, where j is the other axis. The signals
-    are collected in every step in which a refresh may be due. With `stagger: none` there are few such steps.
+    are collected in every step in which a refresh of any block may be due. With `stagger: none` in `refresh`, all
+    blocks are refreshed in the same steps, so that there are few such steps.
     """
 
     kind: Literal["sirf"] = "sirf"
     lr_preconditioner: float = Field(default=0.01, gt=0, lt=1, description="step b of the factors")
-    momentum: float = Field(default=0.5, ge=0, lt=1, description="decay a of the factors' own momentum")
-    damping: float = Field(default=1e-3, ge=0, description="added to the statistics: bounds P by its reciprocal")
+    momentum: float = Field(default=0.5, ge=0, lt=1, description="decay a of the momenta m_i of the factors")
+    damping: float = Field(default=1e-3, ge=0, description="multiple of I added to statistics: bounds P by 1 / damping")
     batch_size: float = Field(
         default=1.0,
         gt=0,
@@ -121,11 +122,9 @@ class SIRF(LearnedFactors):
             state[f"k.{axis}"] = torch.where(per_block(live, k), updated, k)
 
     def _of_gradient(self, factors: Mapping[int, Tensor], gradient: Tensor) -> Mapping[int, Tensor]:
-        """Return the statistic d_i / n H_i H_i^T of each axis i, with the symbols of `SIRF`, for `moments: gradient`.
+        """Return the statistic d_i / n H_i H_i^T of each axis i, for `moments: gradient`. `SIRF` explains the symbols.
 
-        H is the gradient times sqrt(batch size), multiplied by the transposed factor along each axis.
-
-        The result is a matrix `[N, d, d]` for each axis, or its diagonal.
+        The result is a matrix `[N, d, d]` for each axis, or its diagonal `[N, d]` if the factor is diagonal.
         """
         h = mode_products(gradient * math.sqrt(self.batch_size), transposes(factors))
         size = peak_of(h).clamp(1.0, _ceiling(h.dtype))
@@ -136,7 +135,9 @@ class SIRF(LearnedFactors):
     def _of_layer(self, factors: Mapping[int, Tensor], like: Tensor, context: StepContext) -> Mapping[int, Tensor]:
         """Return the statistic B tr(H_j) / d_j H_i of each axis i, for `moments: layer`. `SIRF` explains the symbols.
 
-        The result is a matrix `[N, d, d]` for each axis, or its diagonal.
+        The result is a matrix `[N, d, d]` for each axis, or its diagonal `[N, d]` if the factor is diagonal.
+
+        like: a tensor with the dtype and device of the result.
         """
         given = {axis: context.tensor(name, like) for axis, name in _MOMENTS.items()}
         whitened = {axis: _congruent(moments, factors.get(axis)) for axis, moments in given.items()}

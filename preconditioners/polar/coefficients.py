@@ -112,7 +112,9 @@ def triples(coefficients: CoefficientName | tuple[Triple, ...], steps: int) -> t
 
 
 def require_used(coefficients: CoefficientName | tuple[Triple, ...], steps: int) -> None:
-    """Raise ValueError if the coefficients have more triples than `steps`, or require another number of steps."""
+    """Raise ValueError if a list of coefficients has more triples than `steps`, or if coefficients given by name
+    require another number of steps.
+    """
     if not isinstance(coefficients, str):
         if len(coefficients) > steps:
             raise ValueError(

@@ -44,7 +44,7 @@ class Dion(Stage):
     beta: float = Field(
         default=0.95, ge=0, lt=1, description="share of the used component P R^T that M keeps, per step"
     )
-    rank: int = Field(default=64, ge=1, description="number r of directions, at most the shorter side")
+    rank: int = Field(default=64, ge=1, description="number r of columns of P and Q, at most the shorter side")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         m, n = matrix_shape(block)
@@ -96,7 +96,7 @@ class Dion2(Stage):
 
     kind: Literal["dion2"] = "dion2"
     beta: float = Field(default=0.95, ge=0, lt=1, description="decay of the rows that were used, per step")
-    fraction: float = Field(default=0.25, gt=0, le=1, description="part of the rows that is used in a step")
+    fraction: float = Field(default=0.25, gt=0, le=1, description="fraction of the rows that is used in a step")
     side: Literal["left", "right", "smaller"] = Field(
         default="smaller", description="use rows (left), columns (right), or the fewer of both"
     )

@@ -76,7 +76,7 @@ class NewtonSchulz(PolarSolver):
     scaling: Literal["frobenius", "almost_orthogonal"] = Field(
         default="frobenius", description="scaling that makes singular values at most 1 before the first step"
     )
-    eps: float = Field(default=1e-8, gt=0, description="the least norm divided by, in units of the direction")
+    eps: float = Field(default=1e-8, gt=0, description="lower bound of the norm that a block is divided by")
     precision: Literal["input", "bfloat16"] = Field(default="input", description="dtype of the products")
 
     @model_validator(mode="after")
@@ -100,13 +100,16 @@ class NewtonSchulz(PolarSolver):
             gram = symmetric_product(y, y)
             y = _add_product(y, add_symmetric(gram.clone(), gram, gram, b, c), y, a)
         if tall and not x.is_cpu:
-            # one kernel casts and transposes, and one kernel then adds the contiguous result to the parameter
+            # One kernel transposes and converts. Because the result is contiguous, one kernel can later add it to the
+            # parameter.
             return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(y.mT)
         return (y.mT if tall else y).to(x.dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """Return beta T + A B for `total` T. In low precision the sum is computed in float32 and rounded once."""
+    """Return beta * total + a b, for stacks of matrices. In low precision the sum is computed in float32 and rounded
+    once.
+    """
     if multiplied_in_float32(total):
         return torch.baddbmm(total.float(), a.float(), b.float(), beta=beta).to(total.dtype)
     return torch.baddbmm(total, a, b, beta=beta)
@@ -121,7 +124,10 @@ class SVD(PolarSolver):
 
     kind: Literal["svd"] = "svd"
     cutoff: float = Field(
-        default=1.0, ge=0, description="in units of max(m, n) * machine epsilon * the largest singular value"
+        default=1.0,
+        ge=0,
+        description="largest singular value that counts as a rounding error, in units of max(m, n) * machine epsilon * "
+        "the largest one",
     )
 
     def polar(self, x: Tensor) -> Tensor:
@@ -146,7 +152,7 @@ class Triangular(PolarSolver):
     """
 
     kind: Literal["triangular"] = "triangular"
-    passes: int = Field(default=1, ge=1, le=20, description="how often rows are decorrelated")
+    passes: int = Field(default=1, ge=1, le=20, description="number of steps")
 
     def operations(self, m: int, n: int) -> float:
         return 3.0 * self.passes * min(m, n) * m * n  # a product, and a substitution of half as many operations

@@ -15,7 +15,7 @@ from eigengraft.schedules import Schedulable
 
 
 class _RootTensors(NamedTuple):
-    """The fields of `Root`, without default values."""
+    """The fields of `Root`. `Root` computes their default values in `__new__`, which a NamedTuple cannot define."""
 
     value: Tensor
     ok: Tensor
@@ -54,7 +54,7 @@ class Root(_RootTensors):
 
 
 class _BasisTensors(NamedTuple):
-    """The fields of `Basis`, without default values."""
+    """The fields of `Basis`. `Basis` computes their default values in `__new__`, which a NamedTuple cannot define."""
 
     q: Tensor
     order: Tensor | None
@@ -65,7 +65,8 @@ class Basis(_BasisTensors):
     """The result of a basis solver. `Basis(q)` is enough for a solver that fails only with numbers that are not finite.
 
     q: `[N, d, r]`, eigenvectors in columns, r = d or fewer.
-    order: `[N, r]`, the old column of each new column. None, the default: columns have no old counterpart.
+    order: `[N, r]`, the index of the old column from which each new column was computed. None, the default: columns
+        have no old counterpart.
     ok: bool `[N]`, False where the solver failed. Default: True where q is finite.
     """
 
@@ -97,7 +98,7 @@ class MatrixSolver(Schedulable):
         return None
 
     def runs_on(self, device: str) -> str:
-        """Return the type of the device that does the work, for matrices on a device of type `device`."""
+        """Return the type of the device on which the solver computes, for matrices on a device of type `device`."""
         return device
 
 
@@ -194,9 +195,12 @@ class BasisSolver(MatrixSolver, ABC, family="basis_solver"):
         """
 
     def basis_and_diagonal(self, a: Tensor, q: Tensor, first: bool) -> tuple[Basis, Diagonal | None]:
-        """Return (the result of `basis`, a function that computes diag(Q^T A Q) for the new basis Q, or None).
+        """Return (basis, diagonal).
 
-        The function needs less work than a product with A. A solver that has no such function returns None, as the
-        default does.
+        basis: the result of the method `basis`, with the new basis Q.
+        diagonal: function that maps q^T Q to diag(Q^T A Q), with less work than a product with A. None, as in the
+            default: the solver has no such function.
+
+        The arguments are those of `basis`.
         """
         return self.basis(a, q, first), None

@@ -1,4 +1,4 @@
-"""Measures of the size of symmetric matrices in O(d^2) operations: bounds and an estimate of the largest eigenvalue.
+"""Bounds of the largest eigenvalue of symmetric matrices in O(d^2) operations, and an estimate of it by power steps.
 
 Legend: N is the number of matrices; d is the order of a matrix; u is the rounding unit of the dtype.
 """
@@ -85,9 +85,9 @@ class PowerIteration(EigenvalueBound):
     """
 
     kind: Literal["power_iteration"] = "power_iteration"
-    steps: int = Field(default=10, ge=1, le=1000, description="products with A")
-    vectors: int = Field(default=16, ge=1, le=1024, description="start vectors; the largest result counts")
-    factor: float = Field(default=1.0, gt=0, description="multiplies the estimate")
+    steps: int = Field(default=10, ge=1, le=1000, description="number of products with A")
+    vectors: int = Field(default=16, ge=1, le=1024, description="number of start vectors; the largest result counts")
+    factor: float = Field(default=1.0, gt=0, description="factor of the estimate")
 
     def of_scaled(self, a: Tensor) -> Tensor:
         rows = torch.arange(1, a.shape[-1] + 1, dtype=a.dtype, device=a.device)

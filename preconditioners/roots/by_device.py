@@ -49,7 +49,7 @@ class ByDevice(Schedulable):
 
 @dataclass(frozen=True)
 class Timing:
-    """A measured time of an operation on a stack of symmetric matrices.
+    """The time of an operation on a stack of symmetric matrices: measured, published or estimated.
 
     device: type of the device, as torch names it.
     card: model of the device.
@@ -112,9 +112,10 @@ def estimate(device: str, operation: str, order: int, dtype: torch.dtype) -> Est
 
 
 def estimate_on_host(device: str, operation: str, order: int, dtype: torch.dtype) -> Estimate | None:
-    """Return the time for one matrix on a device that is copied to the host, decomposed there and copied back.
+    """Return the time in which one matrix is copied from a device to the host, decomposed there, and copied back.
 
-    If `timings.json` has no such time ("<operation>_on_host"), the time of a CPU without the copies is returned.
+    If `timings.json` has no such time ("<operation>_on_host"), return the time of a CPU without the copies, or None if
+    this time is unknown, too.
     """
     return estimate(device, f"{operation}_on_host", order, dtype) or estimate("cpu", operation, order, dtype)
 

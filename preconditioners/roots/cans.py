@@ -76,7 +76,8 @@ class CANS(Iterative):
     def _pass(self, c: Tensor, need_y: bool) -> tuple[Tensor, Tensor]:
         """Return (Y, Z), where Z is C^(-1/2) and Y is C^(1/2).
 
-        need_y: False if Y is not used. The last step then does not update Y.
+        c: C `[N, d, d]`.
+        need_y: False if the caller does not use Y. The last step then does not update Y.
         """
         c = c / self.safety
         y = zy = c

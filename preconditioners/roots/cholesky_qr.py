@@ -52,8 +52,8 @@ class CholeskyQR(BasisSolver):
     """
 
     kind: Literal["cholesky_qr"] = "cholesky_qr"
-    steps: int = Field(default=1, ge=1, le=100, description="power steps in one refresh")
-    rounds: int = Field(default=2, ge=2, le=8, description="Cholesky factorizations in one step")
+    steps: int = Field(default=1, ge=1, le=100, description="number of power steps in one refresh")
+    rounds: int = Field(default=2, ge=2, le=8, description="number of rounds (Cholesky factorizations) in a step")
     wide: bool = Field(default=False, description="compute the rounds in float64")
     max_error: float = Field(
         default=_MAX_ERROR,
@@ -122,8 +122,8 @@ def orthonormal_columns(x: Tensor, q: Tensor) -> Tensor:
 
     The function replaces Householder QR on devices, where Householder QR is a call of cuSOLVER for each matrix. The
     columns of x are scaled to length 1, and 2 u q is added to them, with u the machine epsilon. A column that depends
-    linearly on the columns before it gets its direction from 2 u q, not from rounding errors. Where x is not finite,
-    the result is q.
+    linearly on the columns before it gets its direction from 2 u q, not from rounding errors. Where x is not finite, or
+    the computed columns are not orthonormal, the result is q.
 
     x: `[N, d, r]`, d >= r.
     q: `[N, d, r]`, orthonormal columns.

@@ -58,7 +58,7 @@ class Polynomial(NamedTuple):
     def stretched(self, end: float, p: int) -> Polynomial:
         """Return the polynomial end^(-1/p) f(x / end), for eigenvalues x up to `end` instead of 1.
 
-        The iteration by this polynomial maps an eigenvalue x of M as the iteration by f maps x / end.
+        A step with this polynomial maps an eigenvalue x of M to the value to which a step with f maps x / end.
         """
         shift, size = 1 - 1 / end, end ** (-1 / p)
         return Polynomial(
@@ -147,16 +147,16 @@ def minimax(p: int, low: float) -> tuple[Polynomial, float]:
     """Return (f, error): the polynomial f that minimizes the largest |x^(1/p) f(x) - 1| over [low, 1], and this
     maximum.
 
-    f is found by Remez' algorithm in s = (1 - x) / (1 - low). The errors at 0, at two points between, and at 1 are
-    equal up to alternating signs. The two points between are then moved to the extrema of the error, which are the
-    roots of a quadratic equation.
+    f is found by Remez' algorithm with four points s = (1 - x) / (1 - low): 0, two points in between, and 1. A step of
+    the algorithm computes the f whose errors at the four points are equal up to alternating signs. Then it moves the
+    two points in between to the extrema of the error, which are the roots of a quadratic equation.
     """
     width, signs = 1 - low, (1, -1, 1, -1)
     s = [0.0, (1 - low**0.25) / width, (1 - low**0.67) / width, 1.0]
     for _ in range(20):
         goal = [(1 - width * at) ** (-1 / p) for at in s]
-        # f shall be (1 - sign * error) * x^(-1/p) at the four points s, with alternating signs. Because f has degree 2,
-        # the third divided difference of these values is 0, and this equation gives the error
+        # At the four points s, f has the values (1 - sign * error) * x^(-1/p), with alternating signs. Because f has
+        # degree 2, the third divided difference of the four values is 0. This is a linear equation for `error`.
         weights = [1 / prod(at - other for other in s if other != at) for at in s]
         error = sum(w * y for w, y in zip(weights, goal, strict=True)) / sum(
             w * sign * y for w, sign, y in zip(weights, signs, goal, strict=True)
@@ -165,7 +165,8 @@ def minimax(p: int, low: float) -> tuple[Polynomial, float]:
         first = (v[1] - v[0]) / s[1]
         square = ((v[2] - v[1]) / (s[2] - s[1]) - first) / s[2]
         linear = first - square * s[1]
-        # the extrema of x^(1/p) f(x) are where width (f / p + x f') = two s^2 + one s + none is 0
+        # x^(1/p) f(x) has its extrema where width (f / p + x f') is 0. This is a polynomial in s, with the coefficients
+        # `two` of s^2, `one` of s, and `none`, the constant.
         two, one, none = (
             width * square * (1 / p + 2),
             width * linear * (1 / p + 1) - 2 * square,

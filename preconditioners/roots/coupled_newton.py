@@ -58,7 +58,9 @@ class Coupled(Iterative):
     max_iterations: int = Field(default=40, ge=1, le=200, description="bound on the steps")
     tolerance: float = Field(default=1e-6, gt=0, description="a matrix is done when ||M - I|| is below this")
     growth: float = Field(
-        default=1.0, ge=1, description="a matrix within 1/2 of I stops when its error exceeds its least by this factor"
+        default=1.0,
+        ge=1,
+        description="a matrix with M within 1/2 of I stops when its error is at least this times its least error",
     )
     stop: Literal["near", "rise"] = Field(
         default="near",
@@ -67,7 +69,7 @@ class Coupled(Iterative):
         "which `retries` solve again",
     )
     norm: Literal["frobenius", "max"] = Field(
-        default="frobenius", description="which norm of M - I; max: of its entries"
+        default="frobenius", description="norm of M - I that is the error; max: the largest absolute entry"
     )
     check_every: int = Field(
         default=4,
@@ -110,14 +112,15 @@ class Coupled(Iterative):
         new: `[N]`, error of the new iterate.
         error: `[N]`, smallest error so far.
         first: True in the first step.
+        d: order of the matrices.
         """
         if self.stop == "rise":
             better = new < self.growth * error
             return better, ~better
-        # The result of the first step always counts as better. Its error may be larger than that of M_0, because M_0,
-        # unlike later iterates, may have eigenvalues above 1.
+        # The iterate of the first step always counts as better than the start. Its error may be larger than that of
+        # M_0, because M_0, unlike later M_k, may have eigenvalues above 1.
         better = (new < error) | first
-        # an error that grows ends the iteration only near its end, where rounding errors make it grow
+        # a growing error ends the iteration only if M is near I, because there the growth is due to rounding errors
         near = error <= (0.5 if self.norm == "frobenius" else 0.5 / d)  # all eigenvalues of M are within 1/2 of 1
         return better, near & ~better & ((new >= self.growth * error) | (new == error))
 
@@ -154,6 +157,7 @@ def rational(kind: str, exponent: Fraction) -> str | None:
     The solvers that call this function compute p-th roots and then their q-th powers.
 
     kind: kind of the solver, for the message.
+    exponent: q/p in lowest terms.
     """
     if exponent.denominator > 64 or exponent.numerator > 8:
         return f"{kind} takes exponents q/p with p <= 64 and q <= 8, got {exponent}"

@@ -33,10 +33,10 @@ from .by_device import ByDevice, chosen
 def eigh(a: Tensor, host: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return eigenvalues `[N, d]` in ascending order, eigenvectors `[N, d, d]`, and bool `[N]`, False for failures.
 
-    A failure is an error of LAPACK, or a result with nan: on a CPU, divide and conquer in float32 returns nan without
-    an error for some finite singular matrices. On a CPU, a decomposition that fails in float32 is repeated in float64.
-    On a device it is not repeated, because a test for nan would make the host wait. For a matrix that still fails, the
-    result is the decomposition of the identity.
+    A failure is a matrix that is not finite, an error of LAPACK, or a result with nan: on a CPU, divide and conquer in
+    float32 returns nan without an error for some finite singular matrices. On a CPU, a decomposition that fails in
+    float32 is repeated in float64. On a device a result with nan is not computed again, because a test for nan would
+    make the host wait. For a matrix that fails, the result is the decomposition of the identity.
 
     host: True to copy matrices of a device to the host and decompose them there. The host waits once, for the copies.
     """
@@ -72,8 +72,10 @@ def leading_eigenvectors(a: Tensor, columns: int | None = None, host: bool = Fal
 
 
 def _one_by_one(a: Tensor, dtype: torch.dtype, ok: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `eigh` returns, but decompose matrices one by one, so that a failure affects no other matrix.
+    """Return (eigenvalues, eigenvectors, ok) in the form of `eigh`. Matrices are decomposed one by one, so that a
+    failure affects no other matrix.
 
+    a: matrices `[N, d, d]`, in the dtype of the decomposition.
     dtype: dtype of the results.
     ok: bool `[N]`, False for matrices that count as failed in any case.
     """
@@ -135,7 +137,9 @@ class Eigh(RootSolver, ByDevice):
     """
 
     kind: Literal["eigh"] = "eigh"
-    eps: float = Field(default=1e-12, ge=0, description="ridge r, in units of the matrix, or of its largest eigenvalue")
+    eps: float = Field(
+        default=1e-12, ge=0, description="ridge r, in units of the matrix; relative: of its top eigenvalue"
+    )
     relative: bool = Field(default=False, description="true: eps is relative to the largest eigenvalue")
     ratio: float = Field(default=0.0, ge=0, description="added to the ridge, in units of the mean eigenvalue")
     deficiency: Literal["add", "clip_shift", "floor", "perturb_before", "pseudo_inverse"] = Field(
@@ -265,7 +269,10 @@ class EighBasis(BasisSolver):
         default="descending", description="order of the columns by eigenvalue"
     )
     tolerance: float = Field(
-        default=0.0, ge=0, lt=1, description="off-diagonal part of Q^T A Q that is good enough; 0: always decompose"
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="largest ||B - diag B|| / ||B|| with which a matrix keeps its basis; 0: always decompose",
     )
 
     on_host: bool = Field(

@@ -61,12 +61,12 @@ class Iterative(RootSolver):
     for bit the same as if no matrix had failed.
     """
 
-    eps: float = Field(default=1e-6, ge=0, le=1, description="ridge, in units of the matrix, or of its size")
-    relative: bool = Field(default=True, description="true: eps is relative to the size, see `relative_to`")
-    floor: float = Field(default=0.0, ge=0, description="the least ridge, in units of the matrix")
+    eps: float = Field(default=1e-6, ge=0, le=1, description="ridge, in units of the matrix; relative: of its size")
+    relative: bool = Field(default=True, description="true: eps is in units of the size, see `relative_to`")
+    floor: float = Field(default=0.0, ge=0, description="lower bound of the ridge, in units of the matrix")
     scaling: Scaling = FrobeniusBound()
     relative_to: EigenvalueBound | None = Field(
-        default=None, description="size that a relative eps refers to; default: `scaling`"
+        default=None, description="size of the matrix that is the unit of a relative eps; default: `scaling`"
     )
     max_error: float = Field(default=0.1, gt=0, description="a root whose residual is not below this counts as failed")
     retries: int = Field(
@@ -93,9 +93,9 @@ class Iterative(RootSolver):
         """Return a matrix X and a whole number `power` for which X^power = C^-e, with the error and the number of
         steps.
 
-        c: C `[N, d, d]`, scaled matrices that contain the ridge.
+        c: C = (A + r I) / t `[N, d, d]`, the scaled matrices with the ridge r.
         exponent: e.
-        ridge: lower bound of the eigenvalues of C that follows from the ridge. It is 0 if the host knows no bound.
+        ridge: lower bound of the ridge r, in units of the `scaling` of A. It is 0 if the host knows no bound.
         """
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Iterative(RootSolver):
         return (values + ridge).clamp_min(tiny(values.dtype))
 
     def _attempt(self, a: Tensor, exponent: Fraction, times: float) -> Root:
-        """Compute the roots of all matrices once, with the ridge multiplied by `times`."""
+        """Return the roots of all matrices, computed once, with the ridge multiplied by `times`."""
         size, ridge = self._size_and_ridge(a, times)
         c = a / per_block(size, a) + per_block(ridge, a) * identity_like(a)
         peak = self.scaling.upper(c)
@@ -211,8 +211,8 @@ def _rounded(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _at_most_one(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (a / power, power) for the smallest power of two, `[N, 1, 1]`, with which no entry of a / power exceeds
-    1.
+    """Return (a / power, power). For each matrix, power `[N, 1, 1]` is the smallest power of two with which no entry of
+    a / power exceeds 1.
     """
     size = a.abs().amax((-2, -1), keepdim=True).clamp_min(tiny(a.dtype)).log2().ceil().exp2()
     return a / size, size

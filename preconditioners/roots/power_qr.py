@@ -51,7 +51,7 @@ class PowerQR(BasisSolver, ByDevice):
     kind: Literal["power_qr"] = "power_qr"
     steps: int = Field(default=1, ge=1, le=100, description="power steps in one refresh")
     bootstrap: bool = Field(
-        default=True, description="take the first basis from an eigendecomposition instead of the identity"
+        default=True, description="compute the first basis by an eigendecomposition; false: start from the identity"
     )
 
     def choice(self, device: str, order: int, dtype: torch.dtype) -> str:
@@ -104,8 +104,8 @@ def ordered_step(aq: Tensor, q: Tensor, order: Tensor, orthonormal: Orthonormal)
 
     aq: A Q, the product of the matrices A with their bases Q.
     q: Q.
-    order: `[N, r]`, for each column of q the column of the old basis from which it was computed. The result has the
-        columns of q sorted, and this list sorted in the same way.
+    order: `[N, r]`, for each column of q the index of the column, before the first step of this refresh, from which it
+        was computed. The returned order is this list, sorted as the columns of q are.
     orthonormal: function that orthonormalizes A Q.
     """
     descending = (q * aq).sum(-2).argsort(dim=-1, descending=True, stable=True)  # [N, r]
@@ -149,7 +149,7 @@ class QRFactors(NamedTuple):
     q: `[N, d, r]`, Q, with the entries of each column contiguous in memory, as LAPACK returns them.
     packed: `[N, d, r]`, the packed form of LAPACK: R on and above the diagonal, not yet multiplied by `scale`, and
         Householder vectors below the diagonal.
-    scale: `[N, r]`, factor by which each row of R in `packed` must be multiplied; 0 where X is 0.
+    scale: `[N, r]`, factor by which each row of R in `packed` must be multiplied; 0 where X is 0 or not finite.
     finite: bool `[N]`, True where X is finite.
     """
 
@@ -193,8 +193,12 @@ def _sized(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return (x / unit, unit, finite), with x scaled to a size at which squares of entries neither over- nor underflow.
 
     x / unit: the scaled x. Where x is 0 or not finite, it is replaced by q.
-    unit: `[N]`, 0 where x is 0; None if unit is 1 for all blocks.
+    unit: `[N]`, the number by which the matrix of a block was divided; 0 where x is 0 or not finite. None: no matrix
+        was scaled or replaced.
     finite: bool `[N]`, True where x is finite.
+
+    x: `[N, d, r]`.
+    q: `[N, d, r]`, matrices of ordinary size.
     """
     norm = torch.linalg.vector_norm(x, dim=(-2, -1))
     far = torch.finfo(x.dtype).max ** 0.4
@@ -213,7 +217,7 @@ def _factored(x: Tensor) -> tuple[Tensor, Tensor]:
     d = x.shape[-2]
     if x.device.type == "cpu" and d * x.element_size() % _SAME_SET == 0:
         x = _below_by_zeros(x)
-    # Q is computed from the Householder vectors, because torch.linalg.qr would also copy R
+    # Q is computed from the Householder vectors, because torch.linalg.qr would also copy R out of the packed form
     packed, tau = torch.geqrf(x)
     return torch.linalg.householder_product(packed, tau)[..., :d, :], packed[..., :d, :]
 
@@ -227,8 +231,8 @@ a CPU's first-level cache.
 def _below_by_zeros(x: Tensor) -> Tensor:
     """Return x `[N, d, r]` with 16 rows of zeros appended, `[N, d + 16, r]`.
 
-    The zeros do not change R or the first d rows of Q, but the distance between columns is then not a multiple of
-    `_SAME_SET` bytes.
+    The zeros do not change R or the first d rows of Q. They change the distance between columns in memory, which must
+    not be a multiple of `_SAME_SET` bytes, because a QR is then slow.
     """
     n, d, r = x.shape
     longer = x.new_zeros(n, r, d + 16).mT
@@ -251,10 +255,10 @@ class AdaptiveQR(BasisSolver):
     """
 
     kind: Literal["adaptive_qr"] = "adaptive_qr"
-    tolerance: float = Field(default=0.1, ge=0, lt=1, description="off-diagonal part of Q^T A Q that is good enough")
-    max_steps: int = Field(default=5, ge=1, le=1000, description="bound on power steps in one refresh")
+    tolerance: float = Field(default=0.1, ge=0, lt=1, description="largest ||B - diag B|| / ||B|| that is good enough")
+    max_steps: int = Field(default=5, ge=1, le=1000, description="largest number of power steps in one refresh")
     bootstrap: bool = Field(
-        default=True, description="take the first basis from an eigendecomposition instead of the identity"
+        default=True, description="compute the first basis by an eigendecomposition; false: start from the identity"
     )
 
     def basis(self, a: Tensor, q: Tensor, first: bool) -> Basis:

@@ -47,12 +47,15 @@ class Bregman(Statistic):
     q: Rational0 = Field(default=0, validate_default=True, description="power of the divergence: 2, 1, 1/2, 0, ...")
     order: Literal["jacobi", "gauss_seidel"] = Field(
         default="jacobi",
-        description="which factors of other axes are read: the old ones (jacobi), or the newest (gauss_seidel)",
+        description="jacobi: contributions are computed from the old factors of other axes; gauss_seidel: from the new "
+        "ones",
     )
     normalize: Literal["trace", "dimension", "none"] = Field(
-        default="trace", description="divide by Tr(R^q), by the length of the other axes, or by nothing"
+        default="trace", description="divide a contribution by Tr(R^q), by the length of other axes, or by nothing"
     )
-    first: Literal["rms", "identity"] = Field(default="rms", description="value of a factor without data")
+    first: Literal["rms", "identity"] = Field(
+        default="rms", description="matrix r I in place of a factor without data: r = RMS(G)^(2/k), or r = 1"
+    )
 
     @model_validator(mode="after")
     def _units_agree(self) -> Self:
@@ -96,6 +99,9 @@ class Bregman(Statistic):
         """Return the map that whitens a gradient along one axis by the power q - 1 of the factor of that axis.
 
         q is the field `q` of the statistic.
+
+        x: the gradient `[N, *block]`.
+        powers: function (axis, p) -> power p of the factor of an axis.
         """
         d = state.block[axis]
         if not self.has(state, axis):
@@ -108,7 +114,10 @@ class Bregman(Statistic):
         return _Whitening(power.left, power.right, half, known, trace)
 
     def _size_without_data(self, state: State, x: Tensor) -> Tensor:
-        """Return r `[N]`, for the matrix r I that replaces a factor without data."""
+        """Return r `[N]`. A factor that has no data, or no root or basis yet, is replaced by r I.
+
+        x: the gradient `[N, *block]`.
+        """
         if self.first == "identity":
             return x.new_ones(x.shape[0])
         factors = sum(self.has(state, axis) for axis in range(len(state.block)))
@@ -121,12 +130,13 @@ class _Whitening(NamedTuple):
 
     The gradient is multiplied by the power q - 1 of the factor of this axis, with q the field `q` of `Bregman`.
 
-    left, right: the two matrices whose product is the power q - 1 of the factor, as in `Power`.
-    half: `[N]`, u^((q - 1) / 2), by which `left` and `right` are multiplied, with u the mean eigenvalue of the
-        factor. None: the axis has no factor.
+    left, right: the two matrices whose product is the power q - 1 of the factor divided by u, as in `Power`. u is the
+        mean eigenvalue of the factor.
+    half: `[N]`, the number by which `left` and `right` are multiplied: u^((q - 1) / 2), or u^(-1/2) with `normalize:
+        trace`. None: the axis has no factor.
     known: bool `[N]`, False for blocks whose power cannot be computed yet. None: it is known for all blocks.
-    trace: `[N]`, the number by which contributions to other factors are divided: the trace of the power q of this
-        factor, or the length of the axis.
+    trace: `[N]`, the number by which contributions to other factors are divided: the trace of the power q of the factor
+        divided by u, or the length of the axis.
     """
 
     left: Tensor | None
@@ -147,9 +157,9 @@ class _Whitening(NamedTuple):
         return left, left if pair[1] is pair[0] and self.right is self.left else self._along(pair[1], self.right, axis)
 
     def _along(self, x: Tensor, matrix: Tensor | None, axis: int) -> Tensor:
-        """Return x multiplied along the axis by `matrix`, and each block by its number in the field `half`.
+        """Return x multiplied along the axis by `matrix` and by the numbers `half`, one for each block.
 
-        Blocks in which the power of the factor is not known are multiplied by the number alone. If the axis has no
+        Blocks in which the power of the factor is not known are multiplied by their number alone. If the axis has no
         factor, x is returned.
 
         matrix: the field `left` or `right`; None if the power is a multiple of the identity.

@@ -72,7 +72,7 @@ class Contribution(NamedTuple):
         """Compute the product Y Z^T of the fields `y` and `z` in bfloat16. Return the contribution with the product as
         `y`, and without `z`.
 
-        A contribution without `z` is returned as it is.
+        A contribution without `z` is returned as it is. The method is called for `precision: bfloat16`.
         """
         if self.z is None:
             return self
@@ -232,8 +232,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     O_k `[N, d, d]` is the contribution of one gradient, or its diagonal `[N, d]` where `axes` chooses diagonals. b =
     beta, s = trace_scaling, floor = trace_floor, and t is the number of observations. A running mean (b < 1) has w = 1
-    - b and c = 1 - b^t, or c = 1 without bias correction. A sum (b = 1) has w = 1 and c = 1. With the field `damped:
-    false` both are 1 for any b.
+    - b and c = 1 - b^t, or c = 1 without bias correction. A sum (b = 1) has w = 1 and c = 1. With `damped: false`, w
+    and c are 1 for any b.
 
     With `slow: {beta: b', weight: v}` a second running mean S_k of the same contributions has the decay b', and E_k is
     (1 - v) A_k / c + v S_k / c' in place of A_k / c. c' is computed from b' as c is from b. The K-FAC of the output
@@ -247,7 +247,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     beta: float = Field(default=0.95, ge=0, le=1, description="decay of the factors, per observation; 1 = sum")
     bias_correction: bool = Field(default=True, description="divide by 1 - beta^t; a sum has no bias")
-    damped: bool = Field(default=True, description="contributions have weight 1 - beta; false: weight 1, uncorrected")
+    damped: bool = Field(default=True, description="weight of contributions: 1 - beta; false: 1, uncorrected")
     initial: float = Field(default=0.0, ge=0, description="A_k starts as this times the identity")
     warm_start: bool = Field(
         default=False,
@@ -265,7 +265,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
     trace_scaling: float = Field(
         default=0.0, ge=0, le=1, description="power s: the estimate is multiplied by trace^(-s); 0 = not at all"
     )
-    trace_floor: float = Field(default=0.0, ge=0, description="least trace to divide by, in units of squared gradients")
+    trace_floor: float = Field(default=0.0, ge=0, description="lower bound of the trace, in units of squared gradients")
     interval: int = Field(default=1, ge=1, description="observe at updates start, start + interval, ...")
     start: int = Field(default=1, ge=1, description="the first update whose gradient is observed")
     source: Literal["gradient", "direction", "orthogonalized"] = Field(
@@ -351,7 +351,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
     @property
     @final
     def every_gradient(self) -> bool:
-        """True if the factors accumulate the gradient of every step with one decay, and nothing else."""
+        """True if the factors start as 0 and accumulate only the gradients themselves, those of all steps, with one
+        decay.
+        """
         plain = not self.initial and not self.warm_start and self.slow is None
         return self.source == "gradient" and self.interval == self.start == 1 and plain
 
@@ -409,7 +411,9 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return slots
 
     def _means(self, axis: int) -> dict[str, float]:
-        """Return the decays of the running means of an axis, by the name of their slots."""
+        """Return the decays of the running means of an axis, by the name of their slot: those of the factor and, with
+        `slow`, of the second mean.
+        """
         own = {f"factor.{axis}": self.beta}
         return own if self.slow is None else {**own, f"slow.{axis}": self.slow.beta}
 
@@ -511,14 +515,15 @@ class Statistic(Schedulable, ABC, family="statistic"):
     ) -> Tensor:
         """Return F / c for a mean F with decay beta, with bias correction c as in the formula of the class.
 
-        count: function that maps the number of a step to the number t of gradients that F has observed.
+        factor: F.
+        count: function that maps the step numbers of blocks `[N]` to the numbers t of gradients that F has observed.
         """
         if beta == 1 or not (self.bias_correction and self.damped):
             return factor
         return factor / context.correction(beta, factor, count)
 
     def _observations(self, step: Tensor, behind: int, lagged: bool) -> Tensor:
-        """Return the number of gradients that the factor has observed in a step, at least 1.
+        """Return the number of gradients that the factor has observed up to a step, at least 1.
 
         The factor observes the gradients of steps start, start + interval, start + 2 interval, ... A lagged stage
         applies its factor to a gradient before the factor observes this gradient. It applies no factor to the very
@@ -556,7 +561,9 @@ class Gram(Statistic):
     """
 
     kind: Literal["gram"] = "gram"
-    normalize: Literal["none", "dimension"] = Field(default="none", description="divisor of a contribution")
+    normalize: Literal["none", "dimension"] = Field(
+        default="none", description="dimension: divide O_k by the other axes' lengths"
+    )
 
     def state_meaning(self) -> Mapping[str, Any]:
         return {**super().state_meaning(), "normalize": self.normalize}
