@@ -39,7 +39,7 @@ class Location(NamedTuple):
 class Quantizer(Component, ABC, family="quantizer"):
     """A map between a slot `[N, *shape]` and the plain tensors `[N, ...]` in which the slot is stored.
 
-    An encoded slot has the state keys "<slot>/<name of a tensor>". All quantizers satisfy three laws: the
+    These tensors have the keys "<slot>/<name of a tensor>" in the state. All quantizers satisfy three laws: the
     encoding of one of the N blocks does not depend on other blocks, zero is decoded as zero, and arguments are not
     changed.
 
@@ -67,8 +67,8 @@ class Quantizer(Component, ABC, family="quantizer"):
 
     @property
     def codec(self) -> Quantizer | None:
-        """The quantizer that encodes the slot: this one, or the inner one if this one only chooses the memory. None:
-        the slot is not encoded.
+        """The quantizer that encodes the slot: this quantizer, or its inner quantizer if this one only chooses the
+        memory. None: the slot is not encoded.
         """
         return self
 
@@ -84,7 +84,7 @@ class Quantizer(Component, ABC, family="quantizer"):
 
     def encode_hollow(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         """Return the encoding of x `[N, d, d]` with its diagonal replaced by zeros. Called by quantizers that store the
-        diagonal themselves.
+        diagonal themselves. The arguments are those of `encode`.
         """
         rest = x.clone()
         rest.diagonal(dim1=-2, dim2=-1).zero_()
@@ -128,14 +128,13 @@ NEVER_CODED = frozenset({"iterate", "count", "failures", "pending"})
 
 
 def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) -> None:
-    """Raise ValueError for an entry of a recipe's `storage` that has no effect.
+    """Raise ValueError if an entry {role: quantizer} of a recipe's `storage` has no effect.
 
-    This is the case if the recipe has no slot with the role, or no slot with the role that can be quantized, or if the
-    quantizer cannot store slots with the role.
+    The entry has no effect if the quantizer cannot store slots with the role, or if the recipe has no slot with the
+    role that can be quantized.
 
-    role: role in `storage`.
-    quantizer: the quantizer that `storage` names for the role.
-    roles: roles of the slots that the recipe may have. The iterable is read only until `role` is found.
+    roles: roles of the slots that the recipe may have and that can be quantized. The iterable is read only until `role`
+        is found.
     """
     quantizer = quantizer.codec or quantizer
     if quantizer.roles and role not in quantizer.roles:
@@ -176,9 +175,10 @@ def choose_codec(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) ->
 
 
 def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
-    """Return the storage of a slot: the entry for the slot's key, else for the path of its stage, else for its role.
+    """Return the entry of `storage` for a slot: the entry for the slot's key, else for the path of its stage, else for
+    its role.
 
-    None: the slot is stored as it is on its device.
+    None: there is no entry for the slot, and it is stored as it is on its device.
 
     A quantizer that cannot store the slot is ignored if it is chosen by path or role. If it is chosen by the slot's
     key, ValueError is raised. An entry for a role does not quantize sensitive slots, such as the second moments of a

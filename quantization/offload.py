@@ -1,8 +1,9 @@
 """State that does not fit on its device: slots whose tensors are stored in host memory or in a file between steps.
 
-`Offload` is the declaration in a recipe. `HostBuffer` is one piece of memory for the offloaded tensors of a stack (of
-blocks that are updated together), so that one call copies all of them to the device before the stack is computed, and
-one call copies them back (`optimizers/step/offload.py`). The numbers of a run do not depend on where slots are stored.
+`Offload` is the declaration in a recipe. `HostBuffer` is one piece of memory for all offloaded tensors of a stack (the
+blocks that are updated together). One call copies the tensors to the device before the stack is computed, and one call
+copies them back afterwards (`optimizers/step/offload.py`). The results of a run do not depend on where slots are
+stored.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ def _mapped(size: int, directory: str) -> Tensor:
 
 @cache
 def _madvise() -> ctypes._NamedFuncPointer:
-    """Return madvise(2) of the C library."""
+    """Return the function madvise(2) of the C library, which advises the system about the future use of pages."""
     function = ctypes.CDLL(None).madvise
     function.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     return function

@@ -43,7 +43,9 @@ class UInt8(LinearFormat):
     """
 
     kind: Literal["uint8"] = "uint8"
-    compand: Literal["none", "sqrt"] = Field(default="none", description="Map before rounding; sqrt: finer near 0.")
+    compand: Literal["none", "sqrt"] = Field(
+        default="none", description="Map before rounding; sqrt: finer codes near 0."
+    )
 
     @property
     def largest_code(self) -> int:

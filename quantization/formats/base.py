@@ -32,9 +32,13 @@ numbers they take a quarter of the codes' bytes."""
 
 
 def joined_axes(shape: Sequence[int], size: int) -> int:
-    """Return how many of the last axes of a slot form its rows. Rows of fewer than 16 numbers are joined.
+    """Return the number of last axes of a slot that are flattened to one row, in which blocks are then formed.
 
-    size: number of numbers in a block. Rows of at least so many numbers are not joined.
+    This is 1 if the last axis has at least 16 numbers, or at least the numbers of one block. Otherwise it is the least
+    number of axes with which a row has so many numbers, or the number of all axes if even they have fewer.
+
+    shape: shape of the slot.
+    size: number of numbers in a block.
     """
     axes, n = 0, 1
     while axes < len(shape) and (axes == 0 or n < min(_LEAST_ROW, size)):
@@ -73,7 +77,7 @@ def block_maxima(x: Tensor, size: int) -> Tensor:
 
 
 def largest_size(x: Tensor, dim: int) -> Tensor:
-    """Return max |x| along an axis.
+    """Return max |x| along the axis `dim`.
 
     The result is computed by two reductions, which take a fifth of the time of torch's maximum norm.
     """
@@ -110,12 +114,12 @@ def map_blocks(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tens
 
 
 def even_width(n: int, size: int) -> int:
-    """Return the width of the parts into which rows of n numbers can be cut, so that a format encodes and decodes each
-    part without the rest of its row.
+    """Return the width of the parts into which rows of n numbers can be cut, such that a format can encode and decode
+    each part without the rest of its row.
 
-    A row consists of blocks of `size` numbers, the last of which may be shorter. If no block is shorter and `size` is
-    even, the result is `size`: each block is a part. Two codes that share a byte are then codes of the same block. In
-    all other cases a row cannot be cut, and the result is n.
+    A row consists of blocks of `size` numbers; the last block may be shorter. If no block is shorter and `size` is
+    even, each block can be a part, and the result is `size`. Two codes that share a byte are then codes of the same
+    block. In all other cases a row cannot be cut, and the result is n.
     """
     return size if n % size == 0 and size % 2 == 0 else n
 
@@ -147,20 +151,24 @@ _CODEBOOK = Codebook(dynamic(8)[2:])
 
 
 def encode_scales(found: Tensor) -> dict[str, Tensor]:
-    """Return the scales of blocks as float32, with NaN for scales that are not finite.
+    """Return {"scales": the scales of blocks as float32}, with NaN in place of scales that are not finite.
 
-    found: max |x| of each block.
+    found: max |x| of each block, `[N, ..., b]`.
     """
     found = found.float()
     return {"scales": torch.where(found.isfinite(), found, torch.nan)}
 
 
 def encode_scales_twice(found: Tensor) -> dict[str, Tensor]:
-    """Return the scales s quantized to 8 bits: codes of s - mean(s), a float32 scale for each 256 codes, and mean(s).
+    """Return the scales s quantized to 8 bits, as three tensors by name.
+
+    scales: codes of s - mean(s), with the mean over all scales of a row of the stack.
+    second_scales: a float32 scale for each 256 codes.
+    offsets: mean(s), `[N]`.
 
     A scale is stored in 1 + 4/256 bytes.
 
-    found: max |x| of each block.
+    found: max |x| of each block, `[N, ..., b]`.
     """
     s = encode_scales(found)["scales"].flatten(1)
     known = s.isfinite()
@@ -227,12 +235,14 @@ class Blockwise(Format, ABC):
 
     @property
     def draws(self) -> bool:
-        """True if the format rounds by random numbers. They are drawn for all entries of a block of the parameter."""
+        """True if the format rounds stochastically. A stack is then encoded in one piece, because its random numbers
+        are drawn at once.
+        """
         return False
 
     @property
     def span(self) -> float:
-        """Size to which the largest number of a block is scaled before rounding."""
+        """Absolute value to which the largest number of a block is scaled before rounding."""
         return 1.0
 
     @abstractmethod
@@ -266,7 +276,7 @@ class Blockwise(Format, ABC):
         s = torch.where(s == 0, 1.0, s)
         if at_once and _ordinary(s):
             return {"codes": self._piece_by_piece(rows.detach(), (self.span / s).to(x.dtype)), **stored}
-        # numbers and scale are first multiplied by a power of two where 1 / scale would over- or underflow
+        # where 1 / scale would over- or underflow, numbers and scale are first multiplied by a power of two, `move`
         move = torch.where(s < 1 / _FAR, _FAR, torch.where(s > _FAR, 1 / _FAR, 1.0))
         factors = self.span / (s * move)
         z = map_blocks(torch.mul, rows, move.to(x.dtype), self.block_size)
@@ -279,7 +289,7 @@ class Blockwise(Format, ABC):
 
         A few rows are processed at a time, so that the products stay in a CPU's cache until they are encoded.
 
-        factors: for each block, the factor that scales its numbers to [-span, span].
+        factors: `[..., b]`, for each of the b blocks of a row the factor that scales its numbers to [-span, span].
         """
         size, n = self.block_size, rows.shape[-1]
         width = even_width(n, size)
@@ -329,7 +339,11 @@ _FAR = 2.0**100
 
 
 def _ordinary(s: Tensor) -> bool:
-    """Return True if there are scales, and all of them are in [1 / _FAR, _FAR]."""
+    """Return True if there are scales, and all of them are in [1 / _FAR, _FAR], so that 1 / s neither over- nor
+    underflows.
+
+    s: scales of blocks, of any shape.
+    """
     if s.numel() == 0:
         return False
     low, high = torch.aminmax(s)

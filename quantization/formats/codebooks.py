@@ -165,7 +165,7 @@ class Codebook:
 def _found(y: Tensor, steps: Tensor) -> Tensor:
     """Return the codes of the float32 numbers y as int32, in a buffer that the next call overwrites.
 
-    steps: table of `_steps`, whose docstring explains how a code is found.
+    steps: the table that `_steps` returns for the levels. The docstring of `_steps` explains how a code is found.
     """
     bits, n = y.reshape(-1).view(torch.int32), y.numel()
     k, codes = scratch("k", n, torch.int32), scratch("codes", n, torch.int32)
@@ -201,9 +201,9 @@ def _steps(levels: Levels) -> Tensor:
     Numbers x >= 0 have h < 2^14, and k = h 2^16, ..., h 2^16 + 65535. Numbers x < 0 have h > 2^14, and k = h 2^16 -
     65535, ..., h 2^16.
     """
-    # k, the absolute value of the bits, is larger for floats below 0 than for floats above 0. The search below needs
-    # one order of all floats, and therefore uses k - 2^31 for floats below 0: it is minus the bits of the absolute
-    # value.
+    # The search below needs a whole number for each float x that rises with x. For x >= 0 it is k. For x < 0 it is k -
+    # 2^31, which is minus the bits of |x|: k itself, the absolute value of the bits of x, is larger for all x < 0 than
+    # for all x >= 0.
     middles = _middles(levels, torch.float32, torch.device("cpu")).view(torch.int32).long()
     middles = torch.where(middles < 0, -(middles & 0x7FFFFFFF), middles)
     h = torch.arange((1 << 15) + 1, dtype=torch.int64, device="cpu")
@@ -218,7 +218,8 @@ def _steps(levels: Levels) -> Tensor:
 
 @cached_tensors(maxsize=256)
 def _pairs(levels: Levels, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the two levels of each byte as one number of twice the size, `[256]`.
+    """Return a table `[256]`. For each byte with two codes, it has the two levels as one number of twice the size of a
+    level.
 
     One look-up of a pair takes a quarter of the time of two look-ups. Entries of codes that the codebook does not have
     are 0, and are never read.

@@ -115,6 +115,8 @@ def _half_ulp(high: Tensor) -> Tensor:
     |h|.
 
     For subnormal h, the result is that of the smallest normal number.
+
+    high: h, in bfloat16.
     """
     exponent = high.float().view(torch.int32) & 0x7F800000
     return exponent.clamp_min(1 << 23).view(torch.float32) * 2.0**-8

@@ -49,10 +49,10 @@ class LinearFormat(Blockwise, ABC):
 
 
 class _Signed(LinearFormat, ABC):
-    """Signed codes from -Q to Q. The difference of two adjacent decoded values, called bucket, is max |x| / Q.
+    """Signed codes from -Q to Q. The values of two adjacent codes differ by max |x| / Q, called the bucket size.
 
-    With `buckets: column`, as in Distributed Shampoo in JAX (`quantization_utils`), the maximum is over the first axis,
-    so that each column has one bucket, and the bucket is stored as the scale.
+    With `buckets: column`, as in Distributed Shampoo in JAX (`quantization_utils`), the maximum is over the first axis.
+    Each column then has one bucket size, which is stored as its scale.
     """
 
     buckets: Literal["row", "column"] = Field(
@@ -130,8 +130,8 @@ class Int8(_Signed):
 class Int16(_Signed):
     """16 bits for a signed number: code k = -32767 ... 32767 stands for k max |x| / 32767.
 
-    max |x| is the largest size of a number in a bucket: a block or a column. Distributed Shampoo in JAX stores
-    statistics and roots as `exact_diagonal` with this quantizer inside, and with `buckets: column`.
+    max |x| is the largest size of a number in a block or column. Distributed Shampoo in JAX stores statistics and roots
+    as `exact_diagonal` with this quantizer inside, and with `buckets: column`.
     """
 
     kind: Literal["int16"] = "int16"

@@ -38,14 +38,16 @@ def lower_places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
     places: for each entry of the flat rectangle, its index in the flat matrix.
     entries: for each entry of the flat matrix, its index in the flat rectangle; arbitrary outside of the triangle.
 
-    The triangle has rows of 1 to d - 1 entries. Each row of the rectangle holds two of them, or one if d is even and k
-    is 0: first the k-th longest row (k = 0, 1, ...), then the row that fills the rectangle's width. For d = 5:
+    The triangle has rows of 1 to d - 1 entries. Row k = 0, 1, ... of the rectangle has the entries of the k-th longest
+    row of the triangle (counted from 0), and then the entries of the row of the triangle that fills the rest of the
+    width. If d is even, the longest row fills row 0 alone. For d = 5:
 
         row 4 of the matrix, 4 entries | row 1, 1 entry
         row 3 of the matrix, 3 entries | row 2, 2 entries
 
-    A format that scales pieces of rows cuts each row of the rectangle into pieces. At most one piece has entries of two
-    rows of the matrix. These should not share a scale, because rows of Cholesky factors differ in size.
+    A format that scales pieces of rows cuts each row of the rectangle into pieces. Two rows of the matrix should not
+    share a scale, because rows of Cholesky factors differ in size. In a row of the rectangle, at most one piece has
+    entries of two rows of the matrix.
     """
     height, width = folded_shape(d)
     k, c = (torch.arange(length, dtype=torch.int64, device=device) for length in (height, width))
@@ -149,7 +151,10 @@ def role_error(quantizer: Quantizer, slot: Slot, what: str) -> str | None:
 
 
 def without_prefix(prefix: str, encoded: Encoded) -> dict[str, Tensor]:
-    """Return the tensors named "<prefix>.<name>", by <name>: the inverse of the renaming in `encode_under`."""
+    """Return the tensors of `encoded` whose names are "<prefix>.<name>", by <name>.
+
+    This is the inverse of the renaming in `encode_under`.
+    """
     start = f"{prefix}."
     return {name.removeprefix(start): tensor for name, tensor in encoded.items() if name.startswith(start)}
 
@@ -159,11 +164,12 @@ def encode_under(
 ) -> Mapping[str, Tensor]:
     """Return x encoded by an inner quantizer, with "<prefix>." in front of the names of its tensors.
 
-    A structure that encodes two tensors gives them two prefixes. Their random numbers for rounding are then
-    independent.
+    A structure that encodes two tensors gives each a prefix of its own. The random numbers by which the two tensors are
+    rounded are then independent.
 
     encode: `encode` or `encode_hollow` of the inner quantizer.
-    before: the tensors that the structure stored last, or None.
+    before: the tensors that the structure stored last, with their prefixes, or None.
+    uniform: function that draws random numbers, as in `Quantizer.encode`.
     """
 
     def draw(like: Tensor, purpose: str) -> Tensor:
@@ -176,7 +182,8 @@ def encode_under(
 
 
 def replaced_where(ok: Tensor, encoded: Encoded, before: Encoded | None) -> Encoded:
-    """Return the rows of `encoded` where ok `[N]` is True, and the rows of `before` elsewhere.
+    """Return the tensors of `encoded` for the matrices where ok `[N]` is True, and those of `before` for all other
+    matrices.
 
     If `before` is None, return `encoded`.
     """
