@@ -61,7 +61,11 @@ class Checks(Watch):
         self._calls: list[Call] = []
 
     def loaded(self, key: str, value: Tensor) -> None:
-        """Record that the running hook loaded a slot, and how often the tensor has been written to so far."""
+        """Record that the running hook loaded a slot, and how often the tensor has been written to so far.
+
+        key: key of the slot in the state.
+        value: the loaded tensor.
+        """
         if self._calls:
             self._calls[-1].loads.setdefault(key, []).append((value, value._version))
 
@@ -70,7 +74,7 @@ class Checks(Watch):
         dtype.
 
         key: key of the slot in the state.
-        rows: number of blocks of the state that the hook received, N.
+        rows: number of blocks in the slot, N.
         dtype: the required dtype.
         """
         path, name = StateKey.parse(key)[1:3]
@@ -90,6 +94,9 @@ class Checks(Watch):
         If the value is the tensor that the hook had loaded from the slot, later writes to it in place are still
         checked, because they change the state. Any other value was copied into the state. Later writes to it do not
         change the state, and are not checked.
+
+        state: state of the stage.
+        name: name of the slot.
         """
         key = StateKey.join(state.path, name)
         self.written.add(key)

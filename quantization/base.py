@@ -169,7 +169,7 @@ def _can_store(quantizer: Quantizer) -> str:
 
 
 def choose_codec(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
-    """Return the quantizer that encodes a slot. None: the slot is not encoded."""
+    """Return the quantizer that encodes a slot, from the entry that `choose` returns. None: the slot is not encoded."""
     found = choose(storage, key, slot)
     return None if found is None else found.codec
 

@@ -48,7 +48,7 @@ class Offload(Quantizer):
         default=None, validate_default=False, description="Format of the slot; default: it is stored as it is."
     )
     min_elements: int = Field(
-        default=4096, ge=1, description="Smallest number of entries of a slot that is moved; smaller slots stay."
+        default=4096, ge=1, description="Smallest number of entries of an offloaded slot; smaller slots stay in place."
     )
 
     @model_validator(mode="after")
@@ -102,7 +102,7 @@ def available(location: Location | None, device: torch.device) -> Location | Non
 
 
 def in_memory(location: Location) -> bool:
-    """Return True if the file system of the directory is known to be in memory, as tmpfs is."""
+    """Return True if the directory of a location is known to be on a file system in memory, such as tmpfs."""
     mounts, path = Path("/proc/self/mounts"), Path(location.path).resolve()
     if not mounts.is_file():
         return False

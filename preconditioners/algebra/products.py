@@ -110,6 +110,8 @@ def rotate(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = 
     Entries of the matrices must be at most about 1, as in rotations. In blocks of three axes or more, adjacent short
     axes are rotated by the Kronecker product of their matrices. For roots use `mode_products`, because the Kronecker
     product of roots may overflow although the product of each root with x does not.
+
+    precision: dtype of the products. The result has the dtype of x.
     """
     if precision == "bfloat16":
         return rotate(x.bfloat16(), _in_bfloat16(matrices)).to(x.dtype)
@@ -120,6 +122,7 @@ def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductD
     """Return x `[N, *block]` multiplied along each axis in `matrices`, one axis after another.
 
     matrices: for each axis a matrix `[N, d', d]`, or the diagonal `[N, d]` of a diagonal matrix.
+    precision: dtype of the products. The result has the dtype of x.
     """
     if precision == "bfloat16":
         return mode_products(x.bfloat16(), _in_bfloat16(matrices)).to(x.dtype)
@@ -186,7 +189,7 @@ def _rotate_joined(x: Tensor, matrices: Mapping[int, Tensor]) -> Tensor:
 
 @lru_cache(maxsize=256)
 def short_runs(block: tuple[int, ...], axes: frozenset[int]) -> list[list[int]]:
-    """Return the axes of a block in runs: lists of adjacent axes, each of which `rotate` rotates by one matrix.
+    """Return the axes of a block in runs: lists of adjacent axes that `rotate` rotates together, by one matrix.
 
     Adjacent axes that are in `axes` form one run if the product of their lengths is below `_SHORT`. Any other axis is a
     run by itself. All axes are in their order.
@@ -205,7 +208,7 @@ def short_runs(block: tuple[int, ...], axes: frozenset[int]) -> list[list[int]]:
 
 
 def kronecker(factors: Sequence[Tensor]) -> Tensor:
-    """Return the Kronecker product of stacks of matrices `[N, d', d]`.
+    """Return the Kronecker product of stacks of matrices, the `factors` `[N, d', d]`.
 
     If there is only one factor, the result is this factor, which may be a diagonal `[N, d]`.
     """

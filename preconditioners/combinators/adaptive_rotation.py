@@ -37,7 +37,9 @@ class AdaptiveRotation(Stage):
     chain: Stages = Field(
         alias="inner", min_length=1, examples=[["sign"]], description="the chain f, of stages without state"
     )
-    side: Literal["left", "smaller"] = Field(default="smaller", description="which axis is rotated")
+    side: Literal["left", "smaller"] = Field(
+        default="smaller", description="rotated axis: the first, or the shorter one"
+    )
     renewal: Cadence = Field(default=Every(steps=1), description="steps in which Q is recomputed")
 
     @model_validator(mode="after")

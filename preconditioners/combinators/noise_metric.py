@@ -37,9 +37,9 @@ class NoiseMetric(Stage):
 
     kind: Literal["noise_metric"] = "noise_metric"
     chain: Stages = Field(alias="inner", min_length=1, description="the chain that is applied in the metric")
-    power: float = Field(default=0.5, ge=0, le=2, description="power of the variances; 1/2: standard deviations")
-    bound: float = Field(default=2.0, ge=1, description="largest entry of A and B, whose smallest is its inverse")
-    beta: float = Field(default=0.95, ge=0, lt=1, description="decay of the mean variances, per step with the signal")
+    power: float = Field(default=0.5, ge=0, le=2, description="power of variances in A and B; 1/2: standard deviations")
+    bound: float = Field(default=2.0, ge=1, description="largest entry of A and B; the smallest entry is 1 / bound")
+    beta: float = Field(default=0.95, ge=0, lt=1, description="decay of the running mean r, per step with V")
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
         return {"inner": Inner(self.chain, block)}

@@ -50,9 +50,11 @@ class Projected(Stage):
     kind: Literal["projected"] = "projected"
     chain: Stages = Field(alias="inner", min_length=1, description="the chain that receives P^T g and P^T d")
     rank: int = Field(default=128, ge=1, description="number r of coordinates, at most the length of the axis")
-    side: Literal["left", "right", "smaller"] = Field(default="smaller", description="which axis is projected")
+    side: Literal["left", "right", "smaller"] = Field(
+        default="smaller", description="projected axis: the first, the last or the shortest"
+    )
     projection: Literal["leading", "random"] = Field(
-        default="leading", description="singular vectors of the gradient, or random numbers"
+        default="leading", description="columns of P: leading singular vectors of the gradient, or random numbers"
     )
     result: Literal["lift", "lift_and_rest", "rescale"] = Field(
         default="lift", description="how the result follows from N, the direction of `inner`"

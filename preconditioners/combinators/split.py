@@ -48,9 +48,11 @@ class Split(Stage):
         description="r is also at most max_skew times the product of the other axes; default: no bound",
     )
     beta: float = Field(default=0.95, ge=0, lt=1, description="decay of the running mean of G^T G")
-    side: Literal["left", "right", "smaller"] = Field(default="right", description="which axis is split")
+    side: Literal["left", "right", "smaller"] = Field(
+        default="right", description="axis to split: the first, the last or the shortest"
+    )
     follow: Literal["exact", "none"] = Field(
-        default="none", description="whether the state of `inside` is transported when U changes"
+        default="none", description="exact: transport the state of `inside` when U changes; none: do not change it"
     )
 
     @model_validator(mode="after")

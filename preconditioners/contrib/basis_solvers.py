@@ -33,7 +33,7 @@ class QRIteration(BasisSolver):
     """
 
     kind: Literal["qr_iteration"] = "qr_iteration"
-    steps: int = Field(default=1, ge=1, le=10_000, description="bound on QR steps in one refresh")
+    steps: int = Field(default=1, ge=1, le=10_000, description="largest number of QR steps in a refresh")
     tolerance: float = Field(
         default=0.0, ge=0, lt=1, description="a matrix is done when ||B - diag B|| <= this * ||B||"
     )
@@ -79,7 +79,7 @@ class Subspace(BasisSolver):
 
     kind: Literal["subspace"] = "subspace"
     rank: int = Field(default=32, ge=1, description="largest number r of eigenvectors that are kept")
-    steps: int = Field(default=1, ge=1, le=100, description="power steps in one refresh")
+    steps: int = Field(default=1, ge=1, le=100, description="number of power steps in one refresh")
 
     def columns(self, d: int) -> int:
         return min(self.rank, d)

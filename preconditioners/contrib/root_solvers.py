@@ -60,7 +60,7 @@ class Chebyshev(Iterative):
     eps: float = Field(default=1e-3, ge=0, le=1, description="ridge, in units of the matrix; relative: of its size")
     degree: int = Field(default=100, ge=1, le=1000, description="degree of the polynomial")
     interval: Annotated[tuple[float, float], Field(strict=False)] | None = Field(
-        default=None, description="[low, high], in units of the size; default: from the relative ridge to 1"
+        default=None, description="[low, high] for eigenvalues of C; default: from the relative ridge to 1"
     )
     scaling: Scaling = GuaranteedBound()
 
@@ -134,7 +134,7 @@ class HigherOrder(Coupled):
     relative_to: EigenvalueBound | None = Field(
         default=InfinityBound(), description="size of the matrix that is the unit of a relative eps; null: `scaling`"
     )
-    max_iterations: int = Field(default=100, ge=1, le=200, description="bound on the steps")
+    max_iterations: int = Field(default=100, ge=1, le=200, description="largest number of steps")
     tolerance: float = Field(default=1e-8, gt=0, description="a matrix is done when ||M - I|| is below this")
     growth: float = Field(
         default=1.2,

@@ -19,9 +19,9 @@ class AlignedDecay(Stage):
     """rate [d W > 0] W,  with W the parameter, d the direction;  with `follow_lr`:  rate lr [d W > 0] W
 
     lr is the learning rate, and [d W > 0] is 1 where d and W have the same sign and 0 elsewhere. The result is weight
-    decay as a direction. The stage is the last one on a path of a `sum`, and another path of the `sum` computes the
-    update without this decay. d is the direction of the stages before this one on its path, for example a slow momentum
-    in ANVIL (modded-nanogpt #360). To mask by the update itself, use the weight decay `cautious`, which needs no `sum`
+    decay as a direction. Put the stage on one path of a `sum`, and the stages that compute the update without this
+    decay on another path. d is the direction of the stages before this one on its path, for example a slow momentum in
+    ANVIL (modded-nanogpt #360). To mask by the update itself, use the weight decay `cautious`, which needs no `sum`
     (Chen et al. 2025, arXiv:2510.12402).
     """
 

@@ -28,9 +28,9 @@ class DiagonalNewton(Stage):
     """
 
     kind: Literal["diagonal_newton"] = "diagonal_newton"
-    beta: float = Field(default=0.99, ge=0, lt=1, description="decay of the diagonal, per estimate")
-    gamma: float = Field(default=0.01, gt=0, description="multiplies the diagonal: smaller clips more entries")
-    eps: float = Field(default=1e-12, gt=0, description="floor of the divisor, in units of the Hessian")
+    beta: float = Field(default=0.99, ge=0, lt=1, description="decay of h, per step in which H is provided")
+    gamma: float = Field(default=0.01, gt=0, description="factor of h: with a smaller one more entries are clipped")
+    eps: float = Field(default=1e-12, gt=0, description="lower bound of the divisor, in units of the Hessian")
     bound: float = Field(default=1.0, gt=0, description="largest entry of the result")
 
     def traits(self, block: tuple[int, ...]) -> Traits:

@@ -51,7 +51,7 @@ class Momentum(Stage):
     kind: Literal["momentum"] = "momentum"
     beta: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment, per step")
     nesterov: bool = Field(default=False, description="look ahead: add the new direction a second time")
-    beta3: float | None = Field(default=None, ge=0, lt=1, description="weight of m_old in the result; null: m")
+    beta3: float | None = Field(default=None, ge=0, lt=1, description="weight b3 of m_old in the result")
     bias_correction: bool = Field(default=True, description="divide by the sum of the weights so far")
 
     @model_validator(mode="after")
@@ -237,7 +237,7 @@ class RMS(Stage):
 
     kind: Literal["rms"] = "rms"
     beta: float = Field(default=0.999, ge=0, le=1, description="decay of the second moment, per step; 1 = sum")
-    eps: float = Field(default=1e-8, gt=0, description="added to the power, in units of the gradient for e = 1/2")
+    eps: float = Field(default=1e-8, gt=0, description="added to (v / c)^e, in units of the gradient for e = 1/2")
     bias_correction: bool = Field(default=True, description="divide v by 1 - beta^t; a sum (beta = 1) has no bias")
     eps_on: Literal["corrected", "raw"] = Field(
         default="corrected", description="corrected: add eps after bias correction; raw: before it"
@@ -414,8 +414,8 @@ class Atan2(Stage):
 
     kind: Literal["atan2"] = "atan2"
     beta: float = Field(default=0.999, ge=0, lt=1, description="decay of the second moment, per step")
-    scale: float = Field(default=1.27, gt=0, description="multiplies the angle; 4 / pi gives a ratio of 1 the size 1")
-    width: float = Field(default=1.0, gt=0, description="multiplies the root: larger is closer to a plain division")
+    scale: float = Field(default=1.27, gt=0, description="factor of the angle; with 4 / pi, a ratio of 1 gives 1")
+    width: float = Field(default=1.0, gt=0, description="factor of the root; the larger, the closer to a division")
     constants: ClassVar[frozenset[str]] = frozenset({"beta"})
 
     def traits(self, block: tuple[int, ...]) -> Traits:

@@ -39,7 +39,7 @@ class Factored(Stage):
     """
 
     statistic: Statistic = Field(default=Gram(), description="statistic that each axis accumulates")
-    every: Cadence = Field(default=Every(), alias="refresh", description="when roots or bases are recomputed")
+    every: Cadence = Field(default=Every(), alias="refresh", description="steps in which roots or bases are recomputed")
     precision: ProductDtype = Field(
         default="input",
         description="dtype of the products of blocks with the matrices; the stored matrices are not rounded",
@@ -92,7 +92,8 @@ class Factored(Stage):
 
     @abstractmethod
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
-        """Return A^exponent for the statistic A of an axis, by which the statistic whitens gradients for other axes.
+        """Return A^exponent for the statistic A of an axis, in the form of a `Power`. Statistics with a `needs_power`
+        whiten gradients by it.
 
         The power is computed from the root or basis that the stage stores, and from the estimate.
 

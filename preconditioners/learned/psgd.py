@@ -116,9 +116,10 @@ class PSGD(LearnedFactors):
         return mode_products(mode_products(direction, factors), transposes(factors))
 
     def _probe(self, like: Tensor, context: StepContext) -> Tensor | None:
-        """Return the probe v, standard normal noise for each block.
+        """Return the probe v, standard normal noise for each block. Return None if neither the form of the step nor the
+        damping needs a probe.
 
-        Return None if neither the form of the step nor the damping needs a probe.
+        like: a tensor with the shape and dtype of v.
         """
         if not self.damping and not FACTOR_STEPS[self.form].probed:
             return None

@@ -50,7 +50,7 @@ class SIRF(LearnedFactors):
     """
 
     kind: Literal["sirf"] = "sirf"
-    lr_preconditioner: float = Field(default=0.01, gt=0, lt=1, description="step b of the factors")
+    lr_preconditioner: float = Field(default=0.01, gt=0, lt=1, description="step size b of the factors")
     momentum: float = Field(default=0.5, ge=0, lt=1, description="decay a of the momenta m_i of the factors")
     damping: float = Field(default=1e-3, ge=0, description="multiple of I added to statistics: bounds P by 1 / damping")
     batch_size: float = Field(
@@ -62,7 +62,7 @@ class SIRF(LearnedFactors):
         default="gradient", description="second moments of the gradient, or of the layer's inputs and output gradients"
     )
     norm: Literal["frobenius", "max"] = Field(
-        default="frobenius", description="the norm ||m_i||: Frobenius, or the largest entry's modulus"
+        default="frobenius", description="the norm ||m_i||: Frobenius, or the largest absolute entry"
     )
 
     @model_validator(mode="after")
@@ -125,6 +125,8 @@ class SIRF(LearnedFactors):
         """Return the statistic d_i / n H_i H_i^T of each axis i, for `moments: gradient`. `SIRF` explains the symbols.
 
         The result is a matrix `[N, d, d]` for each axis, or its diagonal `[N, d]` if the factor is diagonal.
+
+        factors: the factors K_i by axis.
         """
         h = mode_products(gradient * math.sqrt(self.batch_size), transposes(factors))
         size = peak_of(h).clamp(1.0, _ceiling(h.dtype))
@@ -137,6 +139,7 @@ class SIRF(LearnedFactors):
 
         The result is a matrix `[N, d, d]` for each axis, or its diagonal `[N, d]` if the factor is diagonal.
 
+        factors: the factors K_i by axis.
         like: a tensor with the dtype and device of the result.
         """
         given = {axis: context.tensor(name, like) for axis, name in _MOMENTS.items()}

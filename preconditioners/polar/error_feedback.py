@@ -71,7 +71,7 @@ class Dion(Stage):
         return torch.bmm(p, q.mT).reshape(direction.shape)
 
     def _started(self, q: Tensor, context: StepContext) -> Tensor:
-        """Return the bases Q of the subspaces. The bases of blocks that are updated for the first time are random."""
+        """Return q, the bases Q of the subspaces, with random bases for blocks that are updated for the first time."""
         if context.holds(lambda steps: steps > 1) is True:
             return q
         fresh = noise.normal(context.seed, context.step, tuple(q.shape[1:]), q.dtype, START)

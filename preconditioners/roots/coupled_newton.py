@@ -55,7 +55,7 @@ class Coupled(Iterative):
     of the smallest eigenvalue.
     """
 
-    max_iterations: int = Field(default=40, ge=1, le=200, description="bound on the steps")
+    max_iterations: int = Field(default=40, ge=1, le=200, description="largest number of steps")
     tolerance: float = Field(default=1e-6, gt=0, description="a matrix is done when ||M - I|| is below this")
     growth: float = Field(
         default=1.0,

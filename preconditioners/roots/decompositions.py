@@ -138,10 +138,10 @@ class Eigh(RootSolver, ByDevice):
 
     kind: Literal["eigh"] = "eigh"
     eps: float = Field(
-        default=1e-12, ge=0, description="ridge r, in units of the matrix; relative: of its top eigenvalue"
+        default=1e-12, ge=0, description="ridge r, in units of the matrix; relative: of its largest eigenvalue"
     )
     relative: bool = Field(default=False, description="true: eps is relative to the largest eigenvalue")
-    ratio: float = Field(default=0.0, ge=0, description="added to the ridge, in units of the mean eigenvalue")
+    ratio: float = Field(default=0.0, ge=0, description="second part of the ridge, in units of the mean eigenvalue")
     deficiency: Literal["add", "clip_shift", "floor", "perturb_before", "pseudo_inverse"] = Field(
         default="clip_shift", description="treatment of eigenvalues at and below zero"
     )
@@ -200,7 +200,7 @@ class Eigh(RootSolver, ByDevice):
         return self._treat(values + self.eps if self.deficiency == "perturb_before" else values)
 
     def _treat(self, values: Tensor) -> Tensor:
-        """Return the eigenvalues f(lambda) `[N, d]` from which the root is computed, by the field `deficiency`.
+        """Return the eigenvalues f(lambda) `[N, d]` from which the root is computed. The field `deficiency` chooses f.
 
         A returned 0 marks an eigenvalue that is left out of the root.
 
@@ -234,8 +234,8 @@ class CholeskyInverse(RootSolver):
     """
 
     kind: Literal["cholesky"] = "cholesky"
-    eps: float = Field(default=1e-8, ge=0, description="ridge, in units of the matrix")
-    ratio: float = Field(default=0.2, ge=0, description="ridge, in units of the mean eigenvalue")
+    eps: float = Field(default=1e-8, ge=0, description="first part of the ridge r, in units of the matrix")
+    ratio: float = Field(default=0.2, ge=0, description="second part of the ridge r, in units of the mean eigenvalue")
 
     def check(self, exponent: Fraction) -> str | None:
         return None if exponent == 1 else f"cholesky takes exponents of exactly 1, got {exponent}"
@@ -296,6 +296,6 @@ class EighBasis(BasisSolver):
         return Basis(q, None, ok)
 
     def _decomposed(self, a: Tensor) -> Basis:
-        """Return the eigenvectors of the matrices. The field `order` of the solver says how the columns are sorted."""
+        """Return the eigenvectors of the matrices a `[N, d, d]`, with columns sorted as the field `order` says."""
         _, vectors, ok = eigh(a, self.on_host)
         return Basis(vectors.flip(-1) if self.order == "descending" else vectors, None, ok)

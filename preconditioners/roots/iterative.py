@@ -153,7 +153,11 @@ class Iterative(RootSolver):
         return (values + ridge).clamp_min(tiny(values.dtype))
 
     def _attempt(self, a: Tensor, exponent: Fraction, times: float) -> Root:
-        """Return the roots of all matrices, computed once, with the ridge multiplied by `times`."""
+        """Return the roots A^(-e) of all matrices a, computed in one attempt, with the ridge multiplied by `times`.
+
+        a: finite symmetric matrices `[N, d, d]`.
+        exponent: e.
+        """
         size, ridge = self._size_and_ridge(a, times)
         c = a / per_block(size, a) + per_block(ridge, a) * identity_like(a)
         peak = self.scaling.upper(c)

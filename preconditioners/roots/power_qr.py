@@ -49,7 +49,7 @@ class PowerQR(BasisSolver, ByDevice):
     """
 
     kind: Literal["power_qr"] = "power_qr"
-    steps: int = Field(default=1, ge=1, le=100, description="power steps in one refresh")
+    steps: int = Field(default=1, ge=1, le=100, description="number of power steps in one refresh")
     bootstrap: bool = Field(
         default=True, description="compute the first basis by an eigendecomposition; false: start from the identity"
     )
@@ -73,7 +73,9 @@ class PowerQR(BasisSolver, ByDevice):
         return basis, None if basis.order is None else partial(factors.diagonal, basis.order)
 
     def _iterated(self, a: Tensor, q: Tensor) -> tuple[Basis, QRFactors]:
-        """Make all steps of orthogonal iteration. Return the basis, and the QR factors of the last step."""
+        """Make all steps of orthogonal iteration for the matrices a, from the bases q. Return the new basis, and the QR
+        factors of the last step.
+        """
         order, factors = _sorted_step(a, q)
         ok = factors.finite
         for _ in range(self.steps - 1):
@@ -93,7 +95,7 @@ def _sorted_step(a: Tensor, q: Tensor) -> tuple[Tensor, QRFactors]:
 
 
 def identity_order(q: Tensor) -> Tensor:
-    """Return the order `[N, r]` in which all columns keep their index: 0, 1, ..., r - 1."""
+    """Return the order `[N, r]` in which all columns of q `[N, d, r]` keep their index: 0, 1, ..., r - 1."""
     return torch.arange(q.shape[-1], dtype=torch.int64, device=q.device).expand(q.shape[0], -1)
 
 
@@ -269,7 +271,8 @@ class AdaptiveQR(BasisSolver):
         return Basis(q, order, ok & finite_blocks(q))
 
     def masked(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the new basis and the order of its columns, for a device.
+        """Return the new basis of the matrices a and the order of its columns, computed from the last basis q on a
+        device.
 
         All steps are computed for every matrix, and matrices whose basis is good enough do not use the results.
         """
@@ -283,7 +286,7 @@ class AdaptiveQR(BasisSolver):
         return q, order
 
     def gathered(self, a: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the new basis and the order of its columns, for a CPU.
+        """Return the new basis of the matrices a and the order of its columns, computed from the last basis q on a CPU.
 
         Each step is computed only for matrices whose basis is not good enough yet.
         """

@@ -247,7 +247,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
     beta: float = Field(default=0.95, ge=0, le=1, description="decay of the factors, per observation; 1 = sum")
     bias_correction: bool = Field(default=True, description="divide by 1 - beta^t; a sum has no bias")
-    damped: bool = Field(default=True, description="weight of contributions: 1 - beta; false: 1, uncorrected")
+    damped: bool = Field(default=True, description="weight w of O_k: 1 - beta; false: 1, without bias correction")
     initial: float = Field(default=0.0, ge=0, description="A_k starts as this times the identity")
     warm_start: bool = Field(
         default=False,
@@ -441,6 +441,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
         """Accumulate the contributions of x `[N, *block]` to the factors of `axes`.
 
         All contributions are computed before any factor changes.
+
+        powers: function (axis, p) -> power p of the factor of an axis, for statistics with a `needs_power`.
         """
         now = None
         if self.interval > 1 or self.start > 1:

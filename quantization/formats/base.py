@@ -58,6 +58,8 @@ def block_count(n: int, size: int) -> int:
 def block_views(x: Tensor, size: int) -> list[Tensor]:
     """Return views `[..., k, width]` of x `[..., n]`: one view of all full blocks, and one view of the last block if it
     is shorter.
+
+    size: number of numbers in a full block.
     """
     n = x.shape[-1]
     if n <= size:
@@ -85,7 +87,11 @@ def largest_size(x: Tensor, dim: int) -> Tensor:
 
 
 def multiply_blocks_(x: Tensor, scales: Tensor, size: int) -> Tensor:
-    """Multiply x `[..., n]` by the scale `[..., b]` of each block, in place, and return x."""
+    """Multiply each block of x `[..., n]` by its scale, in place, and return x.
+
+    scales: `[..., b]`, one for each block.
+    size: number of numbers in a block.
+    """
     start = 0
     for piece in block_views(x, size):
         stop = start + piece.shape[-2]
@@ -100,7 +106,8 @@ def map_blocks(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tens
 
     work: function of blocks `[..., k, width]` and their scales `[..., k, 1]` that returns a tensor in the shape of the
         blocks.
-    scales: `[..., b]`.
+    scales: `[..., b]`, one for each block.
+    size: number of numbers in a block.
     """
     views = block_views(x, size)
     if len(views) == 1:
@@ -131,6 +138,8 @@ def map_blocks_out(work: Callable[..., Tensor], x: Tensor, scales: Tensor, size:
     A traced program cannot use this function, because it writes to views.
 
     work: as in `map_blocks`, with a parameter `out` for the tensor that the results are written to.
+    scales: `[..., b]`, one for each block.
+    size: number of numbers in a block.
     """
     if x.shape[-1] <= size:
         return work(x, scales, out=out)

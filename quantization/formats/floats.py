@@ -40,7 +40,7 @@ class BFloat16(Format):
 
     kind: Literal["bf16"] = "bf16"
     rounding: Literal["nearest", "stochastic"] = Field(
-        default="nearest", description="Rounding of the last of the 8 bits."
+        default="nearest", description="How numbers are rounded to 8 significant bits."
     )
 
     def encode(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:

@@ -41,7 +41,10 @@ class LinearFormat(Blockwise, ABC):
         return float(self.largest_code)
 
     def rounded(self, y: Tensor, uniform: Uniform | None) -> Tensor:
-        """Return y rounded to whole numbers, to nearest or stochastically. y may be overwritten."""
+        """Return y rounded to whole numbers, to nearest or stochastically. y may be overwritten.
+
+        uniform: function that draws random numbers in [0, 1); None: numbers are rounded to nearest.
+        """
         if self.draws and uniform is not None:
             below = y.floor()  # floor(y + u) would sometimes raise a whole number y, because the sum is rounded
             return below.add_(1 - uniform(y, "rounding") <= y - below).clamp_max_(self.largest_code)

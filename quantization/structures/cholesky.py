@@ -78,7 +78,7 @@ class Cholesky(Structure):
         return self.inner.decode(without_prefix(prefix, encoded), slot, dtype)
 
     def _factor(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (C, ok), with C the Cholesky factor of the matrix with its ridge.
+        """Return (C, ok), with C the Cholesky factor of the matrix x with its ridge.
 
         C: `[N, d, d]`, 0 where the factorization failed.
         ok: bool `[N]`, False where the factorization failed.
