@@ -473,7 +473,7 @@ class BrokenQuantizer(Quantizer):
         ("shift", ("up", 0.001)),
         ("loses", (0.5, 0.9)),
         ("dtype", ("torch.float32", "torch.float16")),
-        ("scale", ("coded again", 0.34, "decode()")),
+        ("scale", ("decoded again", 0.34, "decode()")),
         ("biased", ("mean of 32",)),
     ],
 )

@@ -150,7 +150,7 @@ def a_block_is_due_by_its_own_step_phase_and_seed_alone(case: CadenceCase) -> No
     count = len(_PHASES)
     for step in range(1, case.last + 1):
         again = case.due([step] * count, 1)
-        require(again == together[step], f"due() at step {step}, requested twice", "the same blocks", "other blocks")
+        require(again == together[step], f"due() at step {step}, called twice", "the same blocks", "other blocks")
     for offset in range(case.last - count):
         steps = [1 + offset + (3 * row) % count for row in range(count)]
         alone = {row: together[steps[row]][row] for row in range(count) if row in together[steps[row]]}
@@ -161,11 +161,11 @@ def a_block_is_due_by_its_own_step_phase_and_seed_alone(case: CadenceCase) -> No
         require(found == alone, what, wanted, sorted(found), cause)
         part = case.due(steps, 1, slice(3, 6))
         rows = [row - 3 for row in alone if 3 <= row < 6]
-        what = f"blocks that are due at the steps {steps[3:6]} in a stack of blocks 3 to 5 alone"
+        what = f"blocks that are due at the steps {steps[3:6]} in a stack that has only blocks 3 to 5 of a larger stack"
         cause = in_parentheses(
             "does due_again() depend on the place of a block in the stack, or on the number of its parameter?"
         )
-        require(sorted(part) == rows, what, f"{rows}", sorted(part), cause)
+        require(sorted(part) == rows, what, f"{rows}, as in the larger stack", sorted(part), cause)
 
 
 CADENCE_LAWS: tuple[Law[CadenceCase], ...] = (

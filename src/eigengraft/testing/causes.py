@@ -164,7 +164,9 @@ def global_draw(component: Component, generator: str, run: Callable[[], object])
     remedy = RANDOM_NUMBERS.get(str(component.family_name))
     where = f" ({found[0]})" if found else ""
     advice = (
-        f"get random numbers from {remedy}" if remedy else "its results must follow from its fields and arguments alone"
+        f"get random numbers from {remedy}"
+        if remedy
+        else f"compute results of the {str(component.family_name).replace('_', ' ')} from fields and arguments alone"
     )
     return f"{generator} is used{where}, whose state is not in checkpoints and differs between ranks; {advice}"
 

@@ -23,9 +23,13 @@ def require_no_waits(counts: DeviceCounts, when: str, remedy: str = "") -> None:
     remedy: advice at the end of the error.
     """
     lines = [Path(x).name for x in counts.by_line("waits", "uploads")]  # file names, as in other laws
-    found = [x for x in lines if x.split()[-1] not in DECOMPOSITIONS]
+    found = [f"{x}{_SOURCES.get(x.split()[-1], '')}" for x in lines if x.split()[-1] not in DECOMPOSITIONS]
     expected = "no operation for which the CPU waits for the device or copies numbers to it"
     require(not found, when, expected, ", ".join(found), in_parentheses(remedy))
+
+
+_SOURCES = {"_local_scalar_dense": " (item(), float() or `if`)", "_to_copy": " (a copy between CPU and device)"}
+"""Calls of Python from which operations of torch come whose names do not say it."""
 
 
 def without_accelerator(case: object) -> str | None:

@@ -49,8 +49,8 @@ class QuantizerCase(Case[Quantizer]):
                 return slot, make().float()
         raise LawError(
             f"unsupported() refuses slots of shape {(d, d)} in each of the roles {', '.join(matrices)}, so that "
-            "nothing can be checked; return None for at least one role, or raise `size` if the quantizer needs larger "
-            f"matrices (reason given for {role}: {problem})",
+            "nothing can be checked; return None for at least one role, or pass a larger `size` to check_quantizer if "
+            f"the quantizer needs larger matrices (reason given for {role}: {problem})",
             law="slots of at least one role are accepted",
         )
 
@@ -98,7 +98,10 @@ def parts_are_plain_tensors_with_a_leading_axis(case: QuantizerCase) -> None:
         require(got == want, f"(dtype, shape) of the parts beside other parts `before`{name}", f"{want}", got)
 
 
-_NEEDS_AXES = "does encode() need an axis besides the stack? Then `unsupported` must return why for slots without axes"
+_NEEDS_AXES = (
+    "does encode() need an axis besides axis 0, the stack? Then `unsupported` must return a reason for slots without "
+    "axes"
+)
 
 
 def shape_and_dtype_come_back(case: QuantizerCase) -> None:
@@ -218,7 +221,8 @@ def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
                     case.component.decode(case.component.encode(y, before), slot, _FLOAT32) for y in (x, bad)
                 )
                 same = torch.equal(good[[0, 2, 3]], spoiled[[0, 2, 3]])
-                require(same, f"blocks beside one with {value}", "the same bits as without it", "other bits")
+                what = f"decoded blocks 0, 2 and 3 of a stack with {value} in block 1"
+                require(same, what, f"the same bits as without {value}", "other bits")
                 kept = torch.zeros_like(x) if before is None else case.component.decode(before, slot, _FLOAT32)
                 seen = not bool(spoiled[1].isfinite().all()) or torch.equal(spoiled[1], kept[1])
                 what = f"decode(encode(x)) for a block x with {value}"
@@ -227,8 +231,8 @@ def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
 
 
 _KEEPS_NAN = in_parentheses(
-    "encode() loses nan and inf, as a cast to integers or nan_to_num() does; let decode() multiply by a stored scale "
-    "that is then not finite, such as x.abs().amax()"
+    "encode() loses nan and inf, as a cast to integers or nan_to_num() does; store a scale such as x.abs().amax(), "
+    "which is then nan or inf too, and multiply by it in decode()"
 )
 
 
@@ -251,8 +255,8 @@ def numbers_come_back_nearly(case: QuantizerCase) -> None:
     place = int((second - 0.75 * first).argmax())
     require(
         second[place] <= 0.75 * first[place] + 1e-5,
-        "the relative error of a decoded block that is coded again",
-        f"at most 3/4 of the first error, {float(0.75 * first[place]):.2g}",
+        "the relative error of a decoded block after it is encoded and decoded again",
+        f"at most {float(0.75 * first[place]):.2g}, 3/4 of the error of the first time",
         f"{float(second[place]):.2g}",
         in_parentheses(_OTHER_SCALE),
     )
@@ -284,10 +288,14 @@ def errors_have_no_common_sign(case: QuantizerCase) -> None:
     size = float(error.square().mean().sqrt())
     for signs, name, cause in (
         (torch.ones_like(x), "the mean error of decoded numbers", "does encode() round down or up?"),
-        (x.sign(), "the mean error of decoded numbers, times the sign of the number", "does encode() round toward 0?"),
+        (
+            x.sign(),
+            "the mean error of decoded numbers, each error times the sign of its number",
+            "does encode() round toward 0?",
+        ),
     ):
         mean = float((error * signs).mean())
-        expected = f"at most 0.6 of the root mean square of the error, {0.6 * size:.2g}"
+        expected = f"at most {0.6 * size:.2g} in absolute value, 0.6 of the root mean square of the error"
         require(abs(mean) <= 0.6 * size, name, expected, f"{mean:.2g}", in_parentheses(cause))
 
 
@@ -348,7 +356,8 @@ def codes_stay_on_the_device(case: QuantizerCase) -> None:
         with accelerator("cuda") as counts:
             parts = case.component.encode(x, parts, _nearly_one)
             case.component.decode(parts, slot, _FLOAT32)
-        require_no_waits(counts, "encode() and decode()", "numbers such as a largest entry stay tensors")
+        remedy = "keep numbers such as a largest entry as tensors, without item() or `if`"
+        require_no_waits(counts, "encode() and decode()", remedy)
 
 
 def _copies(parts: Encoded) -> dict[str, Tensor]:

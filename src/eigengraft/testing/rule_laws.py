@@ -141,8 +141,8 @@ def factors_follow_from_the_fraction_alone(case: ScheduleCase) -> None:
     once = [case.component.factor(step, case.steps) for step in steps]
     again = [case.component.factor(step, case.steps) for step in reversed(steps)][::-1]
     different = next((step for step in steps if once[step] != again[step]), None)
-    cause = in_parentheses("does it count its calls?")
-    require(different is None, f"decay() at step {different}, requested twice", "the same factor", "another", cause)
+    cause = in_parentheses("does decay() count its calls?")
+    require(different is None, f"the factor of step {different}, computed twice", "the same factor", "another", cause)
 
 
 SCHEDULE_LAWS: tuple[Law[ScheduleCase], ...] = (

@@ -213,7 +213,8 @@ def bad_matrices_are_marked_and_leave_the_others_alone(case: SolverCase[AnySolve
         raise broken("a matrix with nan", "False in `ok`, and no exception", got, in_parentheses(remedy)) from error
     ok = marked.tolist()
     require(ok == [True, False, True], "`ok` for a stack with nan in matrix 1", "[True, False, True]", ok)
-    require_close(ours[[0, 2]], theirs[[0, 2]], ROUNDING, "results beside a matrix with nan and without it")
+    what = "the results of matrices 0 and 2, with and without nan in matrix 1"
+    require_close(ours[[0, 2]], theirs[[0, 2]], ROUNDING, what)
 
 
 def _equals(case: SolverCase[AnySolver]) -> list[RootSolver | BasisSolver]:
@@ -289,7 +290,9 @@ BASIS_LAWS: tuple[Law[SolverCase[Any]], ...] = (
 )
 
 
-_ABSOLUTE_RIDGE = " (with an absolute ridge: give no `degree`, or multiply the ridge by the size of A)"
+_ABSOLUTE_RIDGE = (
+    " (if the ridge is absolute, leave out `degree` of check_solver, or multiply the ridge by the size of A)"
+)
 
 
 def roots_turn_and_scale_with_the_matrix(case: SolverCase[RootSolver]) -> None:
@@ -397,7 +400,8 @@ def roots_of_diagonals_are_elementwise(case: SolverCase[RootSolver]) -> None:
     cause = partial(stack_cause, solver, partial(solver.diagonal_root, a[:1].repeat(WATCHED_BLOCKS, 1), exponent))
     for i in range(len(unlike_rows)):
         alone = solver.diagonal_root(unlike_rows[i : i + 1], exponent).value.nan_to_num()
-        what = f"the root of diagonal {i}, alone and in a stack of {len(unlike_rows)}, one of them 1e-8 times another"
+        stack = f"a stack of {len(unlike_rows)} in which one diagonal is 1e-8 times another"
+        what = f"the root of diagonal {i}, alone and in {stack}"
         require_close(together[i : i + 1], alone, ROUNDING, what, cause)
 
 

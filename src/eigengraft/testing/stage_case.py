@@ -189,7 +189,7 @@ class StageBench:
     def require_used(self) -> None:
         """Raise a LawError if a declared slot was neither read nor written."""
         idle = ", ".join(sorted(self.declared.keys() - self.tensors.used))
-        require(not idle, "slots()", "slots that are read or written", f"slots that are neither, {idle}")
+        require(not idle, "slots()", "slots that are read or written", f"slots that are neither: {idle}")
 
 
 BLOCKS = ((6, 5), (7,), (3, 2, 4), (1, 1))

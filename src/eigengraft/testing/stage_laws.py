@@ -101,7 +101,7 @@ def blocks_without_a_gradient_wait(case: StageCase) -> None:
                     continue
                 ours = stack.step(gradient[rows], rows=rows)
                 theirs = torch.cat([alone[i].step(gradient[i : i + 1]) for i in rows.tolist()])
-                what = f"blocks {rows.tolist()} in a stack at step {t} and each block alone"
+                what = f"directions of blocks {rows.tolist()} at step {t}, in a stack and each alone"
                 require_close(ours, theirs, 1e-10, what)
 
 
@@ -127,7 +127,7 @@ def masked_rows_change_nothing(case: StageCase) -> None:
                     spoiled = given[t].clone()
                     spoiled[1] = torch.nan
                     ours = stack.step(spoiled, mask=mask)[mask]
-                    what = f"directions of step {t + 1} beside a block with nan and without it"
+                    what = f"directions of blocks 0 and 2 at step {t + 1}, with and without nan gradients in block 1"
                     require_close(ours, expected[t][mask], 1e-10, what, cause)
                 for key, tensor in stack.tensors.items():
                     same = torch.equal(tensor[1], before[key][1])

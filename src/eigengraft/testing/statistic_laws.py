@@ -275,7 +275,10 @@ def observations_stay_on_the_device(case: StatisticCase) -> None:
             with accelerator("cuda") as counts:
                 case.component.observe(bench.state, gradient, context, bench.axes, partial(bench.powers, context))
             if bench.step > WARM_UP_STEPS:
-                remedy = "`context.step`, `context.seed` and `context.tensor(...)` are on the device"
+                remedy = (
+                    "`context.step`, `context.seed` and `context.tensor(...)` are on the device; in place of `if`, use "
+                    "torch.where"
+                )
                 require_no_waits(counts, f"step {bench.step}", remedy)
 
 

@@ -62,7 +62,7 @@ def batches_are_a_pure_function_of_seed_and_step(case: Case[Task]) -> None:
         same = _equal(first.batch(3, step), second.batch(3, step))
         require(same, f"batch(3, {step}), from data that are read again", "the same batch", "another")
     same = _equal(first.batch(3, 7), first.batch(3, 7))
-    require(same, "batch(3, 7), requested twice", "the same batch", "another")
+    require(same, "batch(3, 7), called twice", "the same batch", "another")
     one = first.batch(3, 7).inputs
     for name, other in (("seed", first.batch(4, 7)), ("step", first.batch(3, 8))):
         cause = f"does batch() use the {name}?"
@@ -83,7 +83,8 @@ def the_data_are_finite(case: Case[Task]) -> None:
     require(not whole, "the training data", "finite numbers", whole)
     for step in range(SAMPLED_BATCHES):
         fault = data_fault(data.batch(0, step), data.batch_rows(0, step))
-        require(not fault, f"batch(0, {step}), of seed 0 and step {step + 1} of a run", "finite numbers", fault)
+        what = f"batch(0, {step}), the batch of seed 0 in step {step + 1} of a run"
+        require(not fault, what, "finite numbers", fault)
     fault = validation_fault(data)
     require(not fault, "the data for validation", "finite numbers", fault)
 
@@ -272,7 +273,7 @@ def evaluation_repeats_and_leaves_the_model_training(case: Case[Task]) -> None:
     require(model.training, "the model after evaluate()", "training mode", "evaluation mode")
 
 
-_FIRST = "batch(0, 0), of seed 0 and step 1 of a run"
+_FIRST = "batch(0, 0), the batch of seed 0 in step 1 of a run"
 
 
 def _require_finite(loss: float, batch: str) -> None:

@@ -73,7 +73,9 @@ def _require_tensors(found: object, wanted: Sequence[Tensor], what: str, dtype: 
     for place, (own, like) in enumerate(zip(found, wanted, strict=True)):
         fine = isinstance(own, Tensor) and own.shape == like.shape and (own.dtype == like.dtype or not dtype)
         want = f"shape {tuple(like.shape)}" + (f" in {like.dtype}" if dtype else "")
-        got = f"shape {tuple(own.shape)} in {own.dtype}" if isinstance(own, Tensor) else type(own).__name__
+        got = type(own).__name__
+        if isinstance(own, Tensor):
+            got = f"shape {tuple(own.shape)}" + (f" in {own.dtype}" if dtype else "")
         require(fine, f"{what}, parameter {place}", f"a tensor of {want}", got)
 
 
@@ -255,7 +257,7 @@ def slots_are_all_the_memory(case: Case[Averaging]) -> None:
     one.run(2)
     two.run(2)
     same = all(map(torch.equal, one.everything(), two.everything()))
-    cause = in_parentheses("does it keep anything in memory outside its slots?")
+    cause = in_parentheses("does the averaging keep anything in memory outside its slots?")
     what = "iterates of a run that goes on from a copy of the slots"
     require(same, what, "the same bits", "other bits", cause)
 
@@ -292,7 +294,10 @@ def steps_of_averages_stay_on_the_device(case: Case[Averaging]) -> None:
             with accelerator("cuda") as counts:
                 case.component.step(bench.batch(lr), update)
             if number > WARM_UP_STEPS:
-                remedy = "`batch.lr` may be a tensor on the device; `batch.steps` is a NumPy array"
+                remedy = (
+                    "`batch.lr` may be a tensor on the device, so use neither float() nor `if` with it; `batch.steps` "
+                    "is a NumPy array"
+                )
                 require_no_waits(counts, f"step {number}", remedy)
 
 
@@ -483,7 +488,7 @@ def copies_of_slots_continue_exactly(case: ConstraintCase) -> None:
     one.run(2)
     two.run(2)
     same = all(map(torch.equal, one.everything(), two.everything()))
-    cause = in_parentheses("does it keep anything in memory outside its slots?")
+    cause = in_parentheses("does the constraint keep anything in memory outside its slots?")
     what = "parameters of a run that goes on from a copy of the slots"
     require(same, what, "the same bits", "other bits", cause)
 
@@ -531,7 +536,8 @@ def writes_stay_on_the_device(case: ConstraintCase) -> None:
                 adjusted = case.component.adjust(bench.slots, w, u, context)
                 case.component.retract(bench.slots, w, adjusted, w, context)
             if number > WARM_UP_STEPS:
-                require_no_waits(counts, f"step {number}", "`context.lr` may be a tensor on the device")
+                remedy = "`context.lr` may be a tensor on the device, so use neither float() nor `if` with it"
+                require_no_waits(counts, f"step {number}", remedy)
 
 
 CONSTRAINT_LAWS: tuple[Law[ConstraintCase], ...] = (
