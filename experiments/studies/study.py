@@ -117,8 +117,8 @@ def _zipped(axis: str, lists: Mapping[str, Any]) -> dict[str, Changes]:
     """
     lengths = {path: len(some) for path, some in lists.items()}
     if len(set(lengths.values())) > 1:
-        got = ", ".join(f"{count} of {path}" for path, count in lengths.items())
-        raise ValueError(f"{axis}: the lists of an axis must have equal lengths, got {got} values")
+        got = ", ".join(f"{counted(count, 'value')} of {path}" for path, count in lengths.items())
+        raise ValueError(f"{axis}: the lists of an axis must have equal lengths, got {got}")
     labels = axis_choices(axis, next(iter(lists.values())))
     return {label: {path: some[place] for path, some in lists.items()} for place, label in enumerate(labels)}
 
@@ -310,9 +310,9 @@ class Study(Component):
         own = changed_paths(self.axes[compared])
         if "steps" in own or any("steps" in one.set and compared in one.when for one in self.settings):
             raise ValueError(
-                f"equal: `seconds` cannot be combined with `steps` on axis '{compared}': cells with the baseline "
-                f"{compared}={baseline} have the given steps, and all other cells the steps that take as long; set "
-                "`steps` in `base` or on another axis"
+                f"equal: `seconds` cannot be combined with `steps` on axis '{compared}', because only cells with the "
+                f"baseline {compared}={baseline} have given steps, and the steps of all other cells are computed so "
+                "that they take as long; set `steps` in `base` or on another axis"
             )
         if alone := [labels for labels in kept if {**labels, compared: baseline} not in kept]:
             raise ValueError(

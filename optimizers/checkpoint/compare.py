@@ -86,7 +86,7 @@ def compare_recipes(own: str, got: Any, infos: Sequence[ParamInfo]) -> RecipeCha
     try:
         mine, other = json.loads(own), json.loads(got)
     except (TypeError, ValueError):
-        raise ValueError("state_dict: the recipe in a param group must be JSON text, got something else") from None
+        raise ValueError(f"state_dict: the recipe in a param group must be JSON text, got {got!r:.60}") from None
     if not isinstance(other, dict) or other.get("schema") != SCHEMA_VERSION:
         got_version = other.get("schema") if isinstance(other, dict) else None
         raise ValueError(

@@ -125,9 +125,10 @@ def grouped(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None) -> Des
     group: Any
     for index, group in enumerate(groups):
         if not isinstance(group, Mapping) or "params" not in group:
+            got = type(group).__name__ + (f" with the keys {[*group]}" if isinstance(group, Mapping) else "")
             raise TypeError(
                 f"grouped: group {index}: a mapping with 'params' is required, such as "
-                f"{{'params': [...], 'lr': 0.01}}, got {type(group).__name__}"
+                f"{{'params': [...], 'lr': 0.01}}, got {got}"
             )
         given = [group["params"]] if isinstance(group["params"], (Tensor, str)) else group["params"]
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in given]
@@ -168,7 +169,7 @@ def submodel(model: nn.Module, full: nn.Module) -> DescribedParameters:
         info, shape = known.pop(name, None), tuple(parameter.shape)
         if info is None or info.shape != shape:
             found = "no such parameter" if info is None else f"a parameter `{name}` of shape {info.shape}, not {shape}"
-            raise ValueError(f"submodel: {name}: `full` has {found}; `full` must contain all of the layers")
+            raise ValueError(f"submodel: {name}: `full` has {found}; `full` must contain all layers of `model`")
         own[id(parameter)] = info
     return DescribedParameters(named, own, tuple(known.values()))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Annotated, Any, Self
@@ -192,8 +192,15 @@ def _is_recipe(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and not isinstance(value[0], (list, tuple)) and _is_recipe(value[0])
     if isinstance(value, Mapping):
-        return "params" not in value and not any(isinstance(own, Tensor) for own in value.values())
+        return "params" not in value and not any(map(_holds_tensors, value.values()))
     return isinstance(value, (str, PathLike, Component))
+
+
+def _holds_tensors(value: object) -> bool:
+    """Return True for a tensor, for a list with a tensor, and for an iterator, which may be one of parameters."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, (Tensor, Iterator))
 
 
 @dataclass(frozen=True)

@@ -498,7 +498,8 @@ def _refuse_other_decorators(cls: type[Component], name: str, own: object, base:
     got, needed = (next((kinds[own] for own in kinds if isinstance(x, own)), "") for x in (own, vars(base)[name]))
     differ = "@property" in (got, needed) or (got, needed) == ("no decorator", "@classmethod")
     if got and needed and got != needed and differ:
-        raise TypeError(f"{cls.__name__}: `{name}` needs {needed} above it, as in {base.__name__}, got {got}")
+        wanted = needed if needed == "no decorator" else f"the decorator {needed}"
+        raise TypeError(f"{cls.__name__}: `{name}` must have {wanted}, as in {base.__name__}, got {got}")
 
 
 def _accepts_calls_of(own: FunctionType, inherited: FunctionType) -> bool:
@@ -780,6 +781,8 @@ def _fault(detail: Any, data: Any, where: str, whole: str) -> str:
             message += f", got {short(got)}; write a list, such as [{short(got)}]"
     if isinstance(got, str) and detail["type"] in _NUMBERS:
         message = _text_in_place_of_number(got, *_NUMBERS[detail["type"]])
+    if isinstance(got, Mapping) and "from" in got and detail["type"] in _NUMBERS:
+        message = f"cannot be scheduled, {_NUMBERS[detail['type']][0].replace('a ', 'a constant ', 1)} is required"
     field, component = message.partition(": ")[0], isinstance(got, Mapping)
     if component and field in got:
         got, component = got[field], False

@@ -105,6 +105,7 @@ def read_schedule(value: Any) -> Schedule | None:
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         where, message = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
+        message = "unknown field" if fault["type"] == "extra_forbidden" else message
         raise ValueError(
             f"a schedule needs from, to, and steps or fraction: {where and where + ': '}{message}"
         ) from None
