@@ -110,7 +110,10 @@ def _axis_values(axis: str, choices: Mapping[str, Changes], study: Study) -> tup
         flat = dict(flatten(load_experiment(base).model_dump(mode="json")))
         found = [flat[one] for one in (path, f"recipe.{path}") if one in flat]
         if not found:
-            raise RecipeError(f"axes.{axis}.{missing[0]}: {path} is set neither here nor in `base`; give a value")
+            raise RecipeError(
+                f"axes.{axis}.{missing[0]}: in a sweep of W&B every label needs a value of {path}, which is set "
+                "neither in this label nor in `base`; give a value"
+            )
         base = {path: found[0]}
     return path, [_argument(changes.get(path, base.get(path))) for changes in choices.values()]
 
@@ -131,7 +134,7 @@ def _distribution(values: Any) -> dict[str, Any]:
         return {"values": list(map(_argument, values))}
     if values.integer and values.log:
         raise RecipeError(
-            f"tune.space: W&B draws no whole numbers from a logarithmic range, as {values.low:g} to {values.high:g}; "
+            f"tune.space: W&B draws no whole numbers from a logarithmic range, got {values.low:g} to {values.high:g}; "
             "give a list of values"
         )
     if values.integer:

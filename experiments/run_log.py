@@ -131,8 +131,8 @@ class RunLog:
             for name in numbers:
                 if near := near_names(name, ("loss", "val_loss"), 0.75):
                     raise ValueError(
-                        f"{name}: is it a misspelled '{near[0]}'? The row has no 'loss' and no 'val_loss', one of "
-                        "which is required beside a column with such a name; rename the column"
+                        f"{name}: is this a misspelled '{near[0]}'? A row that has neither 'loss' nor 'val_loss' must "
+                        "have no column with a similar name; correct the name, or choose another one"
                     )
         parsed = {name: _parsed(name, value) for name, value in given.items() if value is not None}
         losses = {name: parsed[name] for name in ("loss", "val_loss") if name in parsed}

@@ -435,8 +435,9 @@ def require_matches(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
     for route in recipe.routes:
         if not route.optional and f"routes.{route.name}" not in taken:
             raise ValueError(
-                f"routes.{route.name}: no parameter matches. An earlier route may match its parameters, or the "
-                "parameters have no names (pass named_parameters); set `optional: true` if no match is intended"
+                f"routes.{route.name}: no parameter reaches this route. Perhaps an earlier route matches all of its "
+                "parameters, or parameters have no names (pass named_parameters); set `optional: true` if the route "
+                "may be without parameters"
             )
 
 
@@ -456,14 +457,14 @@ def require_partners(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
         if not isinstance(rule.view, Pairs) or rule.blocking != Blocking():
             got = f"{rule.view!r} and {rule.blocking!r}"
             raise ValueError(
-                f"{where}view: '{min(asked[path])}' needs `view: pairs` and no blocking, but the update has {got}; set "
-                "`view: pairs` and remove `blocking`"
+                f"{where}view: the signal '{min(asked[path])}' needs `view: pairs` and no blocking, but the update has "
+                f"{got}; set `view: pairs` and remove `blocking`"
             )
         partner = None if factor is None else named.get(factor.partner)
         if factor is None or partner is None:
             why = f"there is no parameter {factor.partner}" if factor else "the parameter belongs to no pair"
             raise ValueError(
-                f"{info.name}: '{min(asked[path])}' needs the partner of the parameter, but {why}; "
+                f"{info.name}: the signal '{min(asked[path])}' needs the partner of the parameter, but {why}; "
                 "pairs are found by the names lora_A and lora_B or by a module's `parameter_pairs()`"
             )
         pair = (info, partner) if factor.side == "inputs" else (partner, info)

@@ -212,8 +212,8 @@ class Stage(Schedulable, ABC, family="stage"):
             values = (getattr(self, name) for name in type(self).model_fields)
             where = next((f"{name}: " for name, value in zip(names, values, strict=True) if value is cadence), "")
             raise ValueError(
-                f"{where}delay: {cadence.postponed} cannot be combined with {getattr(self, 'kind', self.label)}, which "
-                "cannot compute a refresh beside training; remove delay"
+                f"{where}`delay: {cadence.postponed}` cannot be combined with {getattr(self, 'kind', self.label)}, "
+                "which cannot compute a refresh beside training; remove delay"
             )
         return self
 

@@ -295,7 +295,9 @@ def saved_factors(path: str) -> dict[str, Tensor]:
                 elif value.ndim == 2 and value.shape[0] == value.shape[1]:
                     found.setdefault((f"{name} {key.slot}", len(value)), []).append(value)
     if not found:
-        reason = "all are quantized; save a run without `storage`" if coded else "save one of shampoo or soap"
+        reason = "save the state of a recipe with such factors, as shampoo or soap"
+        if coded:
+            reason = "all are quantized; save a run without `storage`"
         raise RecipeError(f"checkpoint: '{path}' has no factor that is a matrix ({reason})")
     sizes = Counter(text for text, _ in found)
     return {text if sizes[text] == 1 else f"{text} {d}": torch.stack(own) for (text, d), own in found.items()}
@@ -515,7 +517,9 @@ class DampedBench(MatrixBench, ABC):
         own = info.data.get("checkpoint") is not None or info.data.get("record") is not None
         without = [label(spectrum) for spectrum in info.data.get("spectra", ()) if spectrum.singular and not own]
         if ridge == 0 and without:
-            raise ValueError(f"0 leaves matrices of '{without[0]}' without an inverse; give a ridge above 0")
+            raise ValueError(
+                f"must be above 0, because matrices of the spectrum '{without[0]}' have no inverse without a ridge"
+            )
         return ridge
 
     def damped(self, a: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class Commands(TyperGroup):
         option: Any = next((one for one in command.params if name in one.opts), None) if command is not None else None
         if option is not None and getattr(option, "help", None):
             word = option.metavar or str(option.type.name).upper()
-            error.message = f"{name}: its value {word} is missing; {option.help}"
+            error.message = f"{name}: its value {word} is missing. Meaning of {name} {word}: {option.help}"
         elif option is None and command is not None and (setting := _meant_setting(command, name, given)):
             error.message = f"there is no option {name}; settings have no dashes, did you mean {setting}?"
             error.possibilities = None

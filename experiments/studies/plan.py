@@ -117,7 +117,7 @@ def plan_runs(study: Study, tuned: Mapping[str, TunedCell] | None = None) -> lis
                 faults.setdefault(line, []).append(cell.name)
             continue
         if study.metric == "val_accuracy" and not experiment.task.reports_accuracy:
-            fault = f"metric: the task reports no accuracy: {experiment.task!r}; use val_loss"
+            fault = f"metric: the task {experiment.task!r} reports no accuracy; use val_loss"
             faults.setdefault(fault, []).append(cell.name)
         planned += [
             PlannedRun(cell.labels, s, experiment.replace(seed=s), f"{cell.directory}/seed-{s}") for s in study.seeds

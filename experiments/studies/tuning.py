@@ -229,7 +229,7 @@ def read_space(space: Any, interval: type[Component]) -> Any:
                 raise ValueError("; ".join(str(error).splitlines())) from None
         else:
             known = ", ".join(interval.model_fields)
-            raise ValueError(f"{path}: must be a list of values or a mapping of {known}, got {values!r}")
+            raise ValueError(f"{path}: must be a list of values or a mapping with the fields {known}, got {values!r}")
     return found
 
 
@@ -396,8 +396,9 @@ class Halving(Component):
         limits, rungs = [], self.rungs(experiment)
         if not rungs:
             raise RecipeError(
-                f"tune.halving.least: {self.least} leaves no evaluation (every {experiment.eval_every} steps) before "
-                f"the last step {experiment.steps}, so no run could be stopped early; lower `least` or `eval_every`"
+                f"tune.halving.least: runs are first compared at an evaluation from step {self.least} on, but there is "
+                f"none before the last step, {experiment.steps} (`eval_every` is {experiment.eval_every}), so no run "
+                "could be stopped early; lower `least` or `eval_every`"
             )
         for step in rungs:
             curves = [(trial.curves or {}).get(experiment.seed, {}) for trial in trials]

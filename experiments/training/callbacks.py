@@ -233,7 +233,7 @@ class Callbacks:
             one.started(self.run)
         for signal, where, required in self.run.optimizer.unprovided_signals():
             fault = f"{where}: nothing in this run provides the signal '{signal}'"
-            remedy = f"a callback provides it: `def started(self, run): run.optimizer.provide('{signal}', function)`"
+            remedy = f"provide it in a callback: `def started(self, run): run.optimizer.provide('{signal}', function)`"
             if required:
                 raise RecipeError(f"{fault}; {remedy}")
             warn_user(f"{fault}, so the recipe runs without this signal; {remedy}")

@@ -125,7 +125,10 @@ class Experiment(Component):
     @classmethod
     def _has_the_range_of_gradients(cls, precision: Any) -> Any:
         if precision in ("fp16", "float16", "half"):
-            raise ValueError("float16 needs a loss that is scaled, because small gradients are 0 in it; use bfloat16")
+            raise ValueError(
+                "float16 is not supported, because small gradients become 0 in float16 if the loss is not scaled; use "
+                "bfloat16"
+            )
         return precision
 
     @field_validator("steps")

@@ -125,8 +125,9 @@ def _no_checkpoint(run: RunDirectory, experiment: Experiment, steps: int, shared
     rates = [experiment.schedule.factor(shared, length) for length in (steps, longer)]
     return (
         f"{run.path}: schedule.{kind} depends on the length of the run: its factor at step {shared + 1} is "
-        f"{rates[0]:.4g} in {steps} steps and {rates[1]:.4g} in {longer}, and the first checkpoint is that of step "
-        f"{min(kept)}; train the longer run in another directory. The schedules constant and wsd allow extensions"
+        f"{rates[0]:.4g} in a run of {steps} steps and {rates[1]:.4g} in a run of {longer}, and no checkpoint is from "
+        f"an earlier step (the first is from step {min(kept)}); train the longer run in another directory. The "
+        "schedules constant and wsd allow extensions"
     )
 
 

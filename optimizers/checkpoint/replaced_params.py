@@ -144,7 +144,7 @@ def _require_no_pieces(found: Sequence[Tensor], own: Mapping[str, Tensor], matri
         return
     piece = next(filter(None, map(flat_piece, found)), "")
     if not piece and matrices and len(found) == 1 and found[0].ndim == 1:
-        piece = f"a vector of {found[0].numel()} in their place, as DeepSpeed (ZeRO) cuts them; {WHOLE_SHARDS}"
+        piece = f"a vector of {found[0].numel()} entries in their place, as DeepSpeed (ZeRO) makes it; {WHOLE_SHARDS}"
     if piece:
         first = matrices[0] if matrices else next(iter(own))
         others = f" and {len(own) - 1} more" if len(own) > 1 else ""

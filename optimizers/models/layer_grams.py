@@ -213,7 +213,10 @@ def _input_rows(path: str, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
     n = int(weight.shape[0 if is_transposed(module) else 1])
     if x is None or x.shape[-1] != n:
         got = "no tensor" if x is None else f"shape {tuple(x.shape)}"
-        raise ValueError(f"{path}: '{INPUT_GRAM}' needs inputs of length {n} as the first argument, got {got}")
+        raise ValueError(
+            f"{path}: the signal '{INPUT_GRAM}' needs a tensor whose last axis has the length {n} as the first "
+            f"argument of this module, got {got}"
+        )
     return x.reshape(-1, n)
 
 

@@ -147,7 +147,7 @@ def _zero_rate(composed: Composition) -> Iterator[str]:
     rates = [group["lr"] for group in composed.optimizer.param_groups]
     if rates and all(not isinstance(rate, Tensor) and rate == 0 for rate in rates):
         own = composed.optimizer.recipe.lr
-        yield f"lr: it is 0, so that no step changes a parameter; set it{f', the recipe has {own:g}' if own else ''}"
+        yield f"lr: it is 0, so that no step changes a parameter; set it{f' (the recipe has {own:g})' if own else ''}"
 
 
 @recipe_check("route-takes-all")

@@ -336,15 +336,15 @@ def _reasons(optimizer: Optimizer, averaged: bool) -> Iterator[tuple[str, str]]:
     fields = {
         "sam": (recipe.sam is not None, "it computes the gradients of a step twice"),
         "line_search": (recipe.line_search is not None, "it tries steps of all parameters together"),
-        "graph": (recipe.graph, "a captured step has all gradients"),
-        "failure.nonfinite=raise": (recipe.failure.nonfinite == "raise", "other parameters may have stepped before"),
+        "graph": (recipe.graph, "a captured step needs all gradients"),
+        "failure.nonfinite=raise": (recipe.failure.nonfinite == "raise", "other parameters may be updated before"),
         "failure.spike": (recipe.failure.spike is not None, "it decides with the loss or norm of all gradients"),
         "distribution.overlap_backward": (recipe.distribution.overlap_backward, "it sends gradients until the step"),
     }
     yield from ((path, why) for path, (holds, why) in fields.items() if holds)
     for name, path in signals.asking.items():
         if name not in RELEASED_SIGNALS:
-            yield path, f"its signal '{name}' is known after backward"
+            yield path, f"its signal '{name}' is known only after backward"
     for param_set in optimizer.param_sets:
         for key, path in signals.totals(param_set).items():
             yield key, f"it is summed over all parameters of {path or 'the update'}"

@@ -141,8 +141,8 @@ def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[st
     twice = next((path for path in changes if str(path).partition(".")[0] in own), None)
     if twice is not None:
         raise RecipeError(
-            f"set: {twice} cannot be set, because this recipe itself replaces that field of its base; remove one of "
-            "the two"
+            f"set: {twice} cannot be set, because this recipe also has the field `{str(twice).partition('.')[0]}`, "
+            "which replaces the one of its base; remove one of the two"
         )
     base = _base(source["base"], folder, derived)
     try:

@@ -333,7 +333,8 @@ class Recipe(UpdateRule):
         rule = self.rules()[path]
         if rule.after_decay:
             raise ValueError(
-                f"{dotted(path, 'after_decay')}: cannot be combined with width_scaling; remove one of the two"
+                f"{dotted(path, 'after_decay')}: cannot be combined with width_scaling, because its stages may change "
+                "the size of an update after width_scaling has set it; remove one of the two"
             )
         for constraint in rule.constraints:
             if constraint.sets_length():

@@ -12,10 +12,11 @@ from eigengraft.schedules import Schedulable, Segment
 ELSEWHERE = {
     "storage": "it goes to the top level of a recipe: `storage: {second_moment: int8}`, by role or by stage path",
     "lr": "`lr_multiplier` multiplies the learning rate of the recipe",
-    "recipe": "`update` has the stages",
+    "recipe": "give the stages of that recipe as `update`",
     "overrides": "`set: {dotted.path: value}` changes single values of a `base`",
     ".": "dotted paths go under `set`, beside a `base`",
-    "imports": "it belongs to an experiment; the command line takes `--import FILE.py`, Python imports the file first",
+    "imports": "it belongs to an experiment; for a recipe give `--import FILE.py` on the command line, or import the "
+    "file in Python before",
     **dict.fromkeys(
         (
             "schedule",

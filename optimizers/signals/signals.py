@@ -513,13 +513,13 @@ class Signals:
         """
         if not others:
             return
-        remedy = "make one optimizer of the full model, or choose a recipe without it"
+        remedy = "make one optimizer of the full model, or choose a recipe that needs no such sum"
         found = {"sam": self.recipe.sam, "line_search": self.recipe.line_search}
         paths = {name: f"; {remedy}" for name, rule in found.items() if rule is not None}
         elsewhere = {self.recipe.route(info)[0] for info in others}
         for param_set in param_sets:
             asked = [self.asked[path].get("gradient_norm") for path in {spec.path for spec in param_set.specs}]
-            clip = "clip gradients before step() by their norm over all stages, as docs/guide/distributed.md shows"
+            clip = "clip gradients before step() by their norm over all pipeline stages (docs/guide/distributed.md)"
             paths |= {path: f"; {clip}, or {remedy}" for path in asked if path is not None}
             totals = self.totals(param_set).items()
             paths |= {StateKey.parse(key).stage: f"; {remedy}" for key, path in totals if path in elsewhere}

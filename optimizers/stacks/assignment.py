@@ -337,10 +337,10 @@ def warn_of_waiting(
     advice = advise(specs, recipe, keys, ranks, now)
     if advice is not None:
         warn_user(
-            f"{', '.join(advice.fields)}: the {ranks} ranks wait for each other's refreshes (computed efficiency "
-            f"{now.efficiency:.2f}); set min_wave_work to {advice.min_wave_work} for an efficiency of "
-            f"{advice.balance.efficiency:.2f}. This changes the steps in which blocks are refreshed, and so the "
-            "updates, but the updates do not depend on the number of ranks"
+            f"{', '.join(advice.fields)}: the {ranks} ranks wait for each other's refreshes: the efficiency, computed "
+            f"as the mean work of a rank divided by the largest, is {now.efficiency:.2f}; set min_wave_work to "
+            f"{advice.min_wave_work} for an efficiency of {advice.balance.efficiency:.2f}. This changes the steps in "
+            "which blocks are refreshed, and so the updates, but the updates do not depend on the number of ranks"
         )
 
 

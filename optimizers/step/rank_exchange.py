@@ -86,7 +86,10 @@ class RankExchange(LocalExchange):
         self.moves_at_once = iterates.shard_sums is not None
         self.sends_parameters = sends_parameters(specs, recipe)
         if self.sends_parameters and iterates:
-            raise ValueError("distribution.gather: must be 'updates' with averaging or constraints, got 'parameters'")
+            raise ValueError(
+                "distribution.gather: must be 'updates' with averaging or constraints, which need the updates on every "
+                "rank, got 'parameters'"
+            )
         empty = [i for i, held in enumerate(iterates.parameters) if not held.numel() and self.numels[i]]
         self.at_end = sorted({*empty, *self.exchanged} if self.moves_at_once else empty if iterates else ())
 

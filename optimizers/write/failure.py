@@ -62,7 +62,7 @@ class Spike(Component):
     def _window_can_fill(self) -> Self:
         if self.least is not None and self.least > self.window:
             raise ValueError(
-                f"least: {self.least} values never are in a window of {self.window}; raise window or lower least"
+                f"least: a window of {self.window} values never has {self.least}; raise window or lower least"
             )
         return self
 

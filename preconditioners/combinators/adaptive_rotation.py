@@ -47,7 +47,7 @@ class AdaptiveRotation(Stage):
         stateful = next((path for block in ((3, 2), (3,)) for path, _, _ in chain_slots(self.chain, block)), None)
         if found := stateful or first_lagged(self.chain):
             raise ValueError(
-                f"inner: {found} keeps state, but stages of this chain must keep none; move the stage out of it"
+                f"inner: {found} keeps state, but stages of this chain must keep none; move the stage out of `inner`"
             )
         spanning = next((path for path, stage in walk(self.chain, "inner") if stage.cached_traits().sums), None)
         if spanning:

@@ -95,7 +95,8 @@ class Transform(Stage):
     def _before_maps_every_gradient(self) -> Self:
         if path := first_lagged(self.before, "before"):
             raise ValueError(
-                f"{path}: a lagged stage cannot be in `before`, which maps every gradient; move it to `inner`"
+                f"{path}: a lagged stage cannot be in `before`, because it has no result for the first gradient; move "
+                "it to `inner`"
             )
         return self
 

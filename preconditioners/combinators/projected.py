@@ -71,13 +71,15 @@ class Projected(Stage):
     def _fits(self) -> Self:
         scaled = self.result != "lift"
         if not scaled and self.growth is not None:
-            raise ValueError(f"growth: {self.growth} has no effect with result 'lift', which scales nothing; remove it")
+            raise ValueError(
+                f"growth: {self.growth} has no effect with `result: lift`, which does not scale; remove it"
+            )
         if not scaled and self.per != "column":
-            raise ValueError(f"per: '{self.per}' has no effect with result 'lift', which scales nothing; remove it")
+            raise ValueError(f"per: '{self.per}' has no effect with `result: lift`, which does not scale; remove it")
         if self.result == "lift_and_rest" and self.projection == "random":
             raise ValueError(
-                "projection: 'random' cannot be combined with result 'lift_and_rest', which needs a projection "
-                "with orthonormal columns; set projection: leading"
+                "projection: 'random' cannot be combined with `result: lift_and_rest`, which needs a projection "
+                "with orthonormal columns; set `projection: leading`"
             )
         if lagged := first_lagged(self.chain, "inner"):
             raise ValueError(

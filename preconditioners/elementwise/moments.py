@@ -184,10 +184,12 @@ class HeavyBall(Stage):
     @model_validator(mode="after")
     def _weights_matter(self) -> Self:
         if self.undamped_nesterov and not self.nesterov:
-            raise ValueError("undamped_nesterov: has no effect with nesterov false; set nesterov: true or remove it")
+            raise ValueError(
+                "undamped_nesterov: has no effect with `nesterov: false`; set `nesterov: true`, or remove it"
+            )
         if self.dampening == 0 and (self.undamped_start or self.undamped_nesterov):
             which = "undamped_start" if self.undamped_start else "undamped_nesterov"
-            raise ValueError(f"{which}: has no effect with dampening 0; set a dampening or remove it")
+            raise ValueError(f"{which}: has no effect with `dampening: 0`; set a dampening or remove it")
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:

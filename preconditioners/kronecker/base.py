@@ -60,8 +60,9 @@ class Factored(Stage):
     def _delay_fits(self) -> Self:
         if self.every.postponed and self.statistic.sequential:
             raise ValueError(
-                f"refresh: delay: {self.every.postponed} cannot be combined with a statistic of order gauss_seidel, "
-                "which reads the refreshed matrix of an axis in the same step; remove delay, or set order: jacobi"
+                f"refresh: `delay: {self.every.postponed}` cannot be combined with a statistic with "
+                "`order: gauss_seidel`, which reads the refreshed matrix of an axis in the same step; remove delay, or "
+                "set `order: jacobi`"
             )
         return self
 

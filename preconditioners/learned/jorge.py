@@ -64,7 +64,7 @@ class Jorge(LearnedFactors):
         if e is not None and (e.numerator != 1 or e.denominator > 64):
             raise ValueError(f"exponent: jorge needs 1/p with a whole number p <= 64, got {e}")
         if e is not None and self.form == "symmetric" and e.denominator % 2:
-            raise ValueError(f"exponent: the symmetric form needs 1/p with an even p, got {e}")
+            raise ValueError(f"exponent: `form: symmetric` needs 1/p with an even p, got {e}")
         return self
 
     def state_meaning(self) -> Mapping[str, Any]:

@@ -118,8 +118,8 @@ def require_used(coefficients: CoefficientName | tuple[Triple, ...], steps: int)
     if not isinstance(coefficients, str):
         if len(coefficients) > steps:
             raise ValueError(
-                f"coefficients: at most one triple for each of the {steps} steps is required, got "
-                f"{len(coefficients)}; raise `steps`"
+                f"coefficients: there must be at most one triple for each step, got {len(coefficients)} triples with "
+                f"`steps: {steps}`; raise `steps`, or remove triples"
             )
         return
     count = len(NAMED_COEFFICIENTS[coefficients])

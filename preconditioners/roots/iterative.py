@@ -83,9 +83,9 @@ class Iterative(RootSolver):
     @model_validator(mode="after")
     def _options_matter(self) -> Self:
         if not self.relative and self.relative_to not in (None, type(self).model_fields["relative_to"].default):
-            raise ValueError("relative_to: has no effect with relative false; remove it")
+            raise ValueError("relative_to: has no effect with `relative: false`; remove it")
         if self.retry_above is not None and not self.retries:
-            raise ValueError("retry_above: has no effect with retries 0; set retries or remove it")
+            raise ValueError("retry_above: has no effect with `retries: 0`; set retries or remove it")
         return self
 
     @abstractmethod

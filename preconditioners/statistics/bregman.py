@@ -61,8 +61,8 @@ class Bregman(Statistic):
     def _units_agree(self) -> Self:
         if self.normalize == "none" and self.first != "identity":
             raise ValueError(
-                f"first: '{self.first}' cannot be combined with normalize 'none', because factors of different "
-                "axes then have different units; set first: identity"
+                f"first: '{self.first}' cannot be combined with `normalize: none`, because factors of different "
+                "axes then have different units; set `first: identity`"
             )
         return self
 

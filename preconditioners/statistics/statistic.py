@@ -149,7 +149,7 @@ class Axes(Component):
         if self.oversize == "diagonal" and not bounded:
             raise ValueError("oversize: 'diagonal' has no effect without max_size or max_skew; set one of them")
         if self.oversize == "diagonal" and self.entries == "diagonal":
-            raise ValueError("oversize: 'diagonal' has no effect with entries 'diagonal'; remove it")
+            raise ValueError("oversize: 'diagonal' has no effect with `entries: diagonal`; remove it")
         if isinstance(self.side, dict):
             for order, axes in self.side.items():
                 if any(axis >= order for axis in axes):

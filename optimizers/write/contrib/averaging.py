@@ -98,7 +98,8 @@ class Anchored(Averaging):
         first = self.inner.every if self.inner.start is None else self.inner.start
         if self.start < first:
             raise ValueError(
-                f"start: must be at least {first}, the first update with a mean, got {self.start}; raise start"
+                f"start: must be at least {first}, the first update in which `inner` has a mean, got {self.start}; "
+                "raise start"
             )
         if self.full <= self.start:
             raise ValueError(f"full: must be greater than start, which is {self.start}, got {self.full}")

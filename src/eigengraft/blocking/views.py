@@ -198,7 +198,7 @@ class Matrices(View):
         least = self.batch + (2 if self.divides or self.outputs == "last" else min(self.batch, 1))
         if len(shape) < least:
             raise ValueError(
-                f"view: {self.fields()} needs at least {counted(least, 'axis', 'axes')}, got a parameter of shape "
+                f"view: `{self.fields()}` needs at least {counted(least, 'axis', 'axes')}, got a parameter of shape "
                 f"{shape}"
             )
         if not self.divides:
