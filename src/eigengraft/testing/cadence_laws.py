@@ -142,7 +142,7 @@ def a_step_that_is_not_possible_has_no_refresh(case: CadenceCase) -> None:
             require(possible or not found, what, "none", sorted(found))
 
 
-def a_block_is_due_by_its_own_step_phase_and_seed_alone(case: CadenceCase) -> None:
+def step_and_phase_and_seed_decide_when_a_block_is_due(case: CadenceCase) -> None:
     """A block is due at the same steps if `due` is called twice, for a slice of the stack, or for a stack whose other
     blocks are at other steps.
     """
@@ -174,5 +174,5 @@ CADENCE_LAWS: tuple[Law[CadenceCase], ...] = (
     Law(the_first_refresh_is_at_first_due),
     Law(blocks_are_due_as_often_as_the_interval_says),
     Law(a_step_that_is_not_possible_has_no_refresh),
-    Law(a_block_is_due_by_its_own_step_phase_and_seed_alone),
+    Law(step_and_phase_and_seed_decide_when_a_block_is_due),
 )

@@ -143,7 +143,7 @@ def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
     require(_same(one, three), "parts of the same numbers with other strides", "the same bits", "other bits")
 
 
-def rows_are_coded_one_by_one(case: QuantizerCase) -> None:
+def blocks_are_coded_one_by_one(case: QuantizerCase) -> None:
     """A block is decoded to the same numbers in a stack and alone, also if the others are 1e8 times as large. The
     tolerance is 1e-5, because encoding may compute products and eigenvectors.
     """
@@ -169,7 +169,7 @@ def _require_row_by_row(case: QuantizerCase, place: int, name: str, slot: Slot, 
         require_close(alone, everything[i], 1e-5, f"block {i} encoded alone and in its stack{name}", cause)
 
 
-def zero_is_zero_beside_what_is_not(case: QuantizerCase) -> None:
+def only_zero_matrices_are_decoded_as_zero(case: QuantizerCase) -> None:
     """In a stack of a zero matrix and other matrices, only the zero matrix is decoded as zero.
 
     This holds for rounding to nearest and for stochastic rounding, and also if other numbers were stored before.
@@ -207,7 +207,7 @@ def codes_are_made_from_finite_numbers(case: QuantizerCase) -> None:
                 require(not casts, what, "finite numbers", f"nan or inf in {casts[0]}" if casts else "", cause)
 
 
-def what_is_not_finite_is_seen_or_kept_out(case: QuantizerCase) -> None:
+def nan_and_inf_are_decoded_or_not_stored(case: QuantizerCase) -> None:
     """A matrix with an entry that is not finite is decoded with such an entry, or as the matrix that was stored before.
     Other matrices are not affected.
     """
@@ -236,7 +236,7 @@ _KEEPS_NAN = in_parentheses(
 )
 
 
-def numbers_come_back_nearly(case: QuantizerCase) -> None:
+def decoded_numbers_are_near_the_originals(case: QuantizerCase) -> None:
     """The relative error of a decoded matrix is at most 1/2 in the Frobenius norm, for any format. If the decoded
     matrix is encoded and decoded again, the second error is at most 3/4 of the first, because a code can represent a
     decoded number almost exactly.
@@ -378,11 +378,11 @@ QUANTIZER_LAWS: tuple[Law[QuantizerCase], ...] = (
     Law(shape_and_dtype_come_back),
     Law(nothing_given_is_written_to, decisive=True),
     Law(the_same_numbers_have_the_same_codes),
-    Law(rows_are_coded_one_by_one),
-    Law(zero_is_zero_beside_what_is_not),
+    Law(blocks_are_coded_one_by_one),
+    Law(only_zero_matrices_are_decoded_as_zero),
     Law(codes_are_made_from_finite_numbers),
-    Law(what_is_not_finite_is_seen_or_kept_out),
-    Law(numbers_come_back_nearly),
+    Law(nan_and_inf_are_decoded_or_not_stored),
+    Law(decoded_numbers_are_near_the_originals),
     Law(errors_have_no_common_sign),
     Law(draws_average_out, without_draws),
     Law(codes_stay_on_the_device, without_accelerator),

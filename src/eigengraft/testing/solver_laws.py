@@ -177,7 +177,7 @@ def results_keep_dtype_and_device(case: SolverCase[AnySolver]) -> None:
         require(got == want, "(dtype, device, shape) of the result", f"{want}", got)
 
 
-def strided_and_expanded_stacks_are_taken(case: SolverCase[AnySolver]) -> None:
+def strided_and_expanded_stacks_are_accepted(case: SolverCase[AnySolver]) -> None:
     """The same numbers give the same result, for any strides."""
     a = definite()
     strided, expanded = torch.stack([a, -a], dim=-1)[..., 0], a[:1].expand(3, -1, -1)
@@ -243,7 +243,7 @@ SOLVER_LAWS: tuple[Law[SolverCase[Any]], ...] = (
     Law(arguments_are_not_written_to, decisive=True),
     Law(a_stack_is_solved_as_its_matrices),
     Law(results_keep_dtype_and_device),
-    Law(strided_and_expanded_stacks_are_taken),
+    Law(strided_and_expanded_stacks_are_accepted),
     Law(
         bad_matrices_are_marked_and_leave_the_others_alone,
         lambda case: "polar factors have no `ok`" if isinstance(case.component, PolarSolver) else None,
@@ -255,7 +255,7 @@ SOLVER_LAWS: tuple[Law[SolverCase[Any]], ...] = (
 # Laws of basis solvers.
 
 
-def bases_are_orthonormal_and_know_no_scale(case: SolverCase[BasisSolver]) -> None:
+def bases_are_orthonormal_and_independent_of_scale(case: SolverCase[BasisSolver]) -> None:
     """Q^T Q = I for each basis Q, and the basis of c A equals the basis of A for numbers c > 0."""
     a = definite()
     q = solve(case.component, a)
@@ -285,7 +285,7 @@ def bases_converge_to_the_eigenvectors(case: SolverCase[BasisSolver]) -> None:
 
 
 BASIS_LAWS: tuple[Law[SolverCase[Any]], ...] = (
-    Law(bases_are_orthonormal_and_know_no_scale),
+    Law(bases_are_orthonormal_and_independent_of_scale),
     Law(bases_converge_to_the_eigenvectors, lambda case: None if case.converges else "converges=False"),
 )
 
@@ -413,7 +413,7 @@ ROOT_LAWS: tuple[Law[SolverCase[Any]], ...] = (
 )
 
 
-def polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix(case: SolverCase[AnySolver]) -> None:
+def polar_factors_follow_sign_and_rotation_but_not_scale(case: SolverCase[AnySolver]) -> None:
     """P(-X) = -P(X), P(X^T) = P(X)^T, P(c X) = P(X), P(U X V^T) = U P(X) V^T, and P(X) is close to the polar factor of
     X.
 
@@ -449,7 +449,7 @@ def polar_factors_of_difficult_matrices_are_finite(case: SolverCase[AnySolver]) 
 
 
 POLAR_LAWS: tuple[Law[SolverCase[Any]], ...] = (
-    Law(polar_factors_are_odd_blind_to_scale_and_turn_with_the_matrix),
+    Law(polar_factors_follow_sign_and_rotation_but_not_scale),
     Law(polar_factors_of_difficult_matrices_are_finite),
 )
 
