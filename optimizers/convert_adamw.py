@@ -86,7 +86,9 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
             numbers = zip(("beta1", "beta2", "eps"), own_numbers, (*theirs["betas"], theirs["eps"]), strict=True)
             for option, number, other_number in numbers:
                 if number != other_number:
-                    differing.append(f"{name}: {option} is {number}, and {other_number} in torch's optimizer")
+                    differing.append(
+                        f"{name}: {option} is {number} in the recipe and {other_number} in torch's optimizer"
+                    )
                     meant |= meant_overrides(option, other_number, rule, path)
             if differing:
                 continue

@@ -97,7 +97,8 @@ class PaperClaim(CellPair):
             raise ValueError(f"most: must be positive for a ratio, got {self.most}")
         if self.metric in ("steps_to_loss", "fitted_steps") and self.compare == "difference":
             raise ValueError(
-                f"compare: 'difference' cannot be combined with metric '{self.metric}', a ratio of steps; use 'ratio'"
+                f"compare: 'difference' cannot be combined with metric '{self.metric}', which is compared as a ratio "
+                "of steps; use 'ratio'"
             )
         return self
 

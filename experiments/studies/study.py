@@ -310,14 +310,14 @@ class Study(Component):
         own = changed_paths(self.axes[compared])
         if "steps" in own or any("steps" in one.set and compared in one.when for one in self.settings):
             raise ValueError(
-                f"equal: `seconds` cannot be combined with `steps` on axis '{compared}', because only cells with the "
+                f"equal: 'seconds' cannot be combined with `steps` on axis '{compared}', because only cells with the "
                 f"baseline {compared}={baseline} have given steps, and the steps of all other cells are computed so "
                 "that they take as long; set `steps` in `base` or on another axis"
             )
         if alone := [labels for labels in kept if {**labels, compared: baseline} not in kept]:
             raise ValueError(
-                f"equal: the cell {', '.join(f'{k}={label}' for k, label in alone[0].items())} has no baseline, as the "
-                f"cell with {compared}={baseline} is excluded; exclude both cells"
+                f"equal: 'seconds' needs a baseline for the cell {', '.join(f'{k}={v}' for k, v in alone[0].items())}, "
+                f"but the cell with {compared}={baseline} is excluded; exclude both cells"
             )
 
     def _require_true_labels(self) -> None:

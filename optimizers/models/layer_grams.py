@@ -269,8 +269,8 @@ def _see_outputs(path: str, module: nn.Module, args: tuple[Any, ...], output: An
     if not isinstance(output, Tensor) or output.shape[axis] != m:
         got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(
-            f"{path}: '{OUTPUT_GRAM}' needs an output of length {m} from this layer, got {got}; under tensor "
-            "parallelism set `use_local_output=False`, so that the output is a DTensor"
+            f"{path}: the signal '{OUTPUT_GRAM}' needs an output of this layer whose axis {axis} has the length {m}, "
+            f"got {got}; under tensor parallelism set `use_local_output=False`, so that the output is a DTensor"
         )
     return partial(_gradient_rows, axis), output if output.requires_grad else None
 

@@ -191,7 +191,7 @@ def _large_state(composed: Composition) -> Iterator[str]:
         each, name, shape = max(costly)
         more = f", and {len(costly) - 1} others like it" if len(costly) > 1 else ""
         yield (
-            f"{name}: its state takes {each:.0f} bytes for each entry of {list(shape)}{more}; set "
+            f"{name}: its state takes {each:.0f} bytes for each entry of its shape {list(shape)}{more}; set "
             "`axes: {max_skew: 4}` in the statistic, so that such long axes have no factor, or send the parameter to "
             "another update by a route"
         )

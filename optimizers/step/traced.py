@@ -552,7 +552,9 @@ def program_of(source: ProgramSource) -> Program:
                 assert program.graph is not None
             except Exception as error:
                 path = dotted(source.path, "compile")
-                raise ValueError(f"{path}: the steps of this update cannot be traced: {error}") from error
+                raise ValueError(
+                    f"{path}: the steps of this update cannot be traced: {error}; remove compile"
+                ) from error
             assert program.compiled is not None
         _PROGRAMS[key] = program
     return _PROGRAMS[key]

@@ -155,8 +155,8 @@ def require_frameless(stages: tuple[Stage, ...], path: str) -> None:
     for here, name, slot in chain_slots(stages, (2, 2), path):
         if slot.frame == "none" and slot.role in ("statistic", "root", "basis", "pending"):
             raise ValueError(
-                f"{here}: the slot '{name}' cannot be transported to a new basis, so this stage cannot be inside the "
-                "basis of another stage; move it out of the other stage"
+                f"{here}: the slot '{name}' cannot be transported to a new basis, so this stage cannot be inside a "
+                "stage that changes the basis; move it out of that stage"
             )
     for here, stage in walk(stages, path):
         for signal in sorted(requested(stage)):

@@ -95,7 +95,8 @@ def parts_are_plain_tensors_with_a_leading_axis(case: QuantizerCase) -> None:
             require(part.is_contiguous(), what, "contiguous memory", f"strides {part.stride()}", remedy)
         want = {key: (part.dtype, part.shape) for key, part in one.items()}
         got = {key: (part.dtype, part.shape) for key, part in two.items()}
-        require(got == want, f"(dtype, shape) of the parts beside other parts `before`{name}", f"{want}", got)
+        what = f"(dtype, shape) of the parts that encode() returns, given parts `before`{name}"
+        require(got == want, what, f"{want}, as without `before`", got)
 
 
 _NEEDS_AXES = (

@@ -387,7 +387,12 @@ def state_is_reported_to_the_byte(case: StageCase) -> None:
             (route,) = optimizer.routing_table()
             step = 8  # the int64 count of steps
             found = (optimizer.state_bytes(), route.state_bytes)
-            require(found == (size + step,) * 2, "bytes of state (all, route)", f"{(size + step,) * 2}", found)
+            require(
+                found == (size + step,) * 2,
+                "bytes of state, (by state_bytes(), in the routing table)",
+                f"{(size + step,) * 2}",
+                found,
+            )
 
 
 def a_checkpoint_resumes_exactly(case: StageCase) -> None:
