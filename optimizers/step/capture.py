@@ -309,7 +309,7 @@ class CapturedStacks:
             if step.mask is not None and not masked:
                 return "a mask of gradients that `failure.detect: device` would announce"
             if own.adds_decay and len(step.rates.alphas(own.path, own.stack.param_ids)) > 1:
-                return "parameters of a stack decay at several rates"
+                return "parameters of a stack are in groups with different rates"
         scales = self._scales(step.rates).values()
         if any(isinstance(x, Tensor) for scale in scales for x in (scale.lr, scale.alpha, scale.rate)):
             return "a rate is a tensor on a device, whose value the host does not know"

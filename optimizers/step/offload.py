@@ -129,7 +129,7 @@ class CopiedState:
 
     def __init__(self, device: torch.device, sizes: Sequence[int], groups: Sequence[Group]) -> None:
         self._streams = streams_of(device)
-        buffers = min(2, sum(bool(own.host_buffers) for group in groups for own in group))
+        buffers = min(2, len(groups))
         self._buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(buffers)]
         made = self._streams.mark()
         with self._streams.aside():

@@ -67,11 +67,11 @@ class Chebyshev(Iterative):
     @model_validator(mode="after")
     def _knows_its_interval(self) -> Self:
         if self.interval is not None and not 0 < self.interval[0] < self.interval[1]:
-            raise ValueError(f"chebyshev: interval must be [low, high] with 0 < low < high, got {list(self.interval)}")
+            raise ValueError(f"interval: must be [low, high] with 0 < low < high, got {list(self.interval)}")
         if self.interval is None and not (self.relative and self.relative_to is None and self.eps > 0):
             raise ValueError(
-                "chebyshev: the default interval needs a ridge relative to `scaling` (relative: true, "
-                "relative_to: null, eps > 0), otherwise give `interval`"
+                "interval: the default needs a ridge relative to `scaling` (relative: true, relative_to: null, "
+                "eps > 0); set these fields, or give `interval`"
             )
         return self
 

@@ -161,15 +161,15 @@ class Eigh(RootSolver, ByDevice):
     def _fits(self) -> Self:
         if self.deficiency == "perturb_before" and (self.relative or self.ratio):
             raise ValueError(
-                "eigh: `deficiency: perturb_before` cannot be combined with "
+                "deficiency: 'perturb_before' cannot be combined with "
                 + (f"`ratio: {self.ratio}`" if self.ratio else "`relative: true`")
                 + ", because it adds a ridge before eigenvalues are known; "
                 + ("remove ratio" if self.ratio else "set `relative: false`")
             )
         if self.deficiency != "pseudo_inverse" and (self.rtol != 0 or self.atol != 0):
             raise ValueError(
-                f"eigh: `rtol` and `atol` have no effect with `deficiency: {self.deficiency}`; remove them, or set "
-                "`deficiency: pseudo_inverse`"
+                f"deficiency: '{self.deficiency}' uses neither `rtol` nor `atol`; remove them, or set `deficiency: "
+                "pseudo_inverse`"
             )
         return self
 

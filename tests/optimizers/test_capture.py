@@ -120,13 +120,15 @@ def test_stacks_of_a_fused_kernel_that_come_to_different_steps_have_another_grap
     require_close(plain, captured)
 
 
-def test_a_stack_with_several_rates_of_decay_after_its_stages_is_not_captured(recording: Recording) -> None:
+def test_a_stack_with_several_rates_whose_decay_stages_follow_is_not_captured(recording: Recording) -> None:
     """A program has one decay factor for all blocks."""
     changes = RECIPES["decay after stages"]
     plain, captured = (Steps({**changes, "graph": graph}, groups=2) for graph in (False, True))
     for run in (plain, captured):
         run.step(6)
-    assert not recording.graphs and captured.graphs.left["parameters of a stack decay at several rates"] == 3
+    assert (
+        not recording.graphs and captured.graphs.left["parameters of a stack are in groups with different rates"] == 3
+    )
     require_close(plain, captured)
 
 

@@ -130,6 +130,22 @@ def test_a_device_holds_two_stacks(to: To) -> None:
             assert (step.uploads, step.downloads, step.waits) == (8, 9, 0), step.by_line("waits")
 
 
+def test_stacks_that_are_updated_together_are_copied_to_one_buffer() -> None:
+    """Two shapes of blocks, whose stages sum over the parameter: one group, which nothing alternates with."""
+    with accelerator("cuda") as device:
+        parameter = nn.Parameter(torch.randn(96, 64).to(device.device))
+        parameter.grad = torch.randn(96, 64).to(device.device)
+        update = ["momentum", {"kind": "clip_norm", "max_norm": 1.0, "per": "parameter"}]
+        storage = {"first_moment": {"kind": "offload", "min_elements": 1}}
+        recipe = {"update": update, "routes": [], "blocking": {"size": 64}, "storage": storage}
+        with accelerator("cuda") as step:
+            optimizer = Optimizer([parameter], recipe, lr=0.1)
+            optimizer.step()
+            gc.collect()
+        sizes = [sum(buffer.memory.numel() for buffer in own.host_buffers) for own in optimizer.stack_states()]
+        assert len(sizes) == 2 and sum(sizes) <= step.live < sum(sizes) + min(sizes)
+
+
 class Breaks(Stage):
     """The direction; an error in the third step of wide blocks."""
 

@@ -373,6 +373,26 @@ def test_an_anchored_gradient_is_that_of_a_point_beyond_the_mean(inner: dict[str
     assert torch.equal(weight.detach(), held)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_decay_that_stages_follow_is_taken_at_the_anchored_gradient(dtype: torch.dtype) -> None:
+    """W' = W - lr (G + rate y), where y is the parameter before it is rounded; 1e-12 and 1e-6 are rounding."""
+    weight, gradients = torch.nn.Parameter(normal(5, 4, seed=5).to(dtype)), random_gradients([(5, 4)], 9)
+    averaging = {"kind": "anchored", "start": 2, "full": 4, "inner": {"kind": "ema", "bias_correction": False}}
+    update = {"update": [{"kind": "heavy_ball", "beta": 0.0}], "after_decay": [{"kind": "scale", "factor": 1.0}]}
+    decay = {"weight_decay": {"kind": "decoupled", "rate": 0.1}}
+    optimizer = Optimizer([weight], {**update, **decay, "averaging": averaging}, lr=LR)
+    w = weight.detach().clone().double()
+    y, mean = w, w
+    for t, (g,) in enumerate(gradients, start=1):
+        weight.grad = g.to(dtype)
+        optimizer.step()
+        w = w - LR * (weight.grad.double() + 0.1 * y)
+        mean = w if t == 1 else mean + 0.001 * (w - mean)
+        y = w + 0.45 * min(1.0, max(0.0, (t - 2) / 2)) * (w - mean)
+        held = weight.detach() if dtype == torch.float64 else optimizer.state[weight]["averaging/y"]
+        torch.testing.assert_close(held.double(), y, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-6)
+
+
 def test_output_k_fac_mixes_the_gradient_of_the_head_with_one_in_the_metric_of_its_inputs() -> None:
     """Adam of M |G| / |M|,  M = (1 - s) G + s G P |G| / |G P|,  P = (C + r tr(C) / n I)^(-1/2),  as in #341.
 
