@@ -207,13 +207,14 @@ def block_norm(x: Tensor) -> Tensor:
     """
     # blocks are made contiguous, because strides differ between ranks, and torch's order of addition depends on them
     flat = x.reshape(x.shape[0], math.prod(x.shape[1:])).contiguous()
-    if flat.shape[1] == 0:
+    if flat.numel() == 0:
         return flat.new_zeros(flat.shape[0])
     limits, root = torch.finfo(x.dtype), flat.shape[1] ** 0.5
     low, high = limits.tiny**0.5 * _SMALLER, limits.max**0.5 / (2 * root)
     if may_branch_on_values(x):
         norm: Tensor = torch.linalg.vector_norm(flat, dim=1)
-        if bool(((norm > 2 * low * root) & (norm < high)).all()):
+        smallest, largest = map(float, norm.aminmax())  # nan if a norm is nan
+        if 2 * low * root < smallest and largest < high:
             return norm
     peak = torch.linalg.vector_norm(flat, ord=float("inf"), dim=1).clamp_min_(tiny(x.dtype))
     # the scale is 1 in the range of safe squares, so that scaling does not change the bits of these norms
