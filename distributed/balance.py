@@ -118,11 +118,10 @@ class Balance:
 
 
 SLACK = 1.02
-"""Work up to which a rank receives items, in units of the mean work of all ranks.
+"""Work, in units of the mean work of all ranks, above which a rank receives no further items.
 
 A larger value divides memory more evenly and work less evenly. 1.02 is a compromise. With 1.00, memory is divided up to
-1.4 times less evenly if one item has much state and little work. With 1.08, ranks wait 0.1 % longer in the mean.
-"""
+1.4 times less evenly if one item has much state and little work. With 1.08, ranks wait 0.1 % longer in the mean."""
 
 
 def assign(items: Sequence[Item], loads: Loads, held: Sequence[Held] = ()) -> list[int]:

@@ -34,12 +34,13 @@ SumCheck = Callable[[RankGroup, Mapping[str, Tensor], str], None]
 field, and the end of its error message. It raises an error on all ranks if the sums show that ranks do not agree."""
 
 BITS = 8
-"""Length of the field of a number that must have equal bits on all ranks: four integers of 16 bits, and their squares.
-"""
+"""Number of values in the field for a number whose bits must be equal on all ranks: four integers of 16 bits, and their
+four squares."""
 RANKS = "ranks"
 """Name of the field that counts the ranks."""
 NOTHING, LATER = "nothing was changed", "found one step later"
-"""Ends of error messages: for sums that are read at once, and for sums on a device, which are read one call later."""
+"""Ends of the messages of errors: NOTHING if the sums are read in the call that computes them, LATER if they are on a
+device and are read in the next call."""
 CHUNK, GPU_CHUNK = 1 << 17, 1 << 24
 """Number of entries of a tensor that `checksum` sums at a time, on a CPU and on a GPU. The number for a CPU fits into
 the CPU's cache, and the number for a GPU needs little memory."""

@@ -288,7 +288,8 @@ def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:
 
 
 Arrived = Sequence[tuple[Transfer, Tensor]]
-"""Transfers with the updates of their entries, which their owner has sent."""
+"""Pairs (transfer, received tensor). The tensor has the updates of the transfer's entries, which the owner of the block
+has sent."""
 
 
 def assemble(assembly: Assembly, arrived: Arrived, parameters: Sequence[Tensor]) -> dict[int, Tensor]:

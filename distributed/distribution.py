@@ -22,7 +22,9 @@ class Distribution(Component):
     """
 
     mode: Literal["auto", "replicated", "sharded", "local"] = Field(
-        default="auto", description="which parameters are divided: as their kind says, one kind only, or none"
+        default="auto",
+        description="parameters whose updates ranks divide: auto: DTensors and replicated parameters; replicated, "
+        "sharded: one of the two, and the other is refused; local: none",
     )
     group_size: int | None = Field(
         default=None,
@@ -37,23 +39,29 @@ class Distribution(Component):
     bucket: int = Field(
         default=1 << 28,
         ge=1,
-        description="memory for messages, in bytes; a step needs at most twice as many beside the state, and sends a "
-        "tenth at once",
+        description="memory for messages, in bytes: a step needs at most twice this memory beside the state, and a "
+        "rank receives a tenth of it in one round",
     )
     gather: Literal["updates", "parameters"] = Field(
         default="updates",
-        description="what owners of blocks of replicated parameters send to all: updates, or the written parameters",
+        description="tensors that owners of blocks of replicated parameters send to all ranks: updates, or the "
+        "written parameters",
     )
     overlap_backward: bool = Field(
         default=False,
-        description="true: gradients of sharded parameters are sent to owners during backward, once complete",
+        description="true: gradients of sharded parameters are sent to owners during backward, as soon as they are "
+        "complete; false: in the step",
     )
     timeout: float | None = Field(
-        default=None, gt=0, description="seconds to wait for other ranks on a CPU; default: the process group's"
+        default=None,
+        gt=0,
+        description="longest time to wait for other ranks on a CPU, in seconds; default: the time-out of the process "
+        "group",
     )
     work: dict[str, float] = Field(
         default={},
-        description="measured milliseconds of a step of one block, by shape as '1024x256'; default: counted",
+        description="measured time of a step of one block in milliseconds, by shape as '1024x256'; other shapes count "
+        "by their number of operations",
     )
 
     @model_validator(mode="after")

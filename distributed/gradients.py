@@ -19,8 +19,8 @@ from .comm_plan import CommPlan, pack_shards, reading, send_shards
 from .rank_group import Work
 
 BEGUN, CHANGED = "rounds begun in backward", "rounds begun with other gradients"
-"""Names of the two fields that `BackwardGather.report` returns. They are summed over ranks to decide which messages of
-backward a step may use."""
+"""Names of the two fields (named numbers, summed over ranks) that `BackwardGather.report` returns. From the sums, ranks
+decide which messages of backward a step may use."""
 
 
 def count_writes(gradient: Tensor) -> tuple[Tensor, int]:

@@ -59,10 +59,11 @@ GRADIENT_TARGET = 0.01
 """The same as `TARGET`, for recipes whose updates are proportional to gradients. It is smaller, because momentum makes
 such updates larger in the steps after the first, and the gradients of a model may grow while it learns."""
 REMARKABLE = 3
-"""Smallest factor by which advice changes the learning rate. It is also used if the sizes of updates are healthy, and
-thus give no reason for a larger factor."""
+"""Smallest factor by which advice changes the learning rate. Advice also uses this factor if the sizes of updates are
+healthy and therefore determine no other factor."""
 FAR = 10
-"""Ratio of the learning rate to that of its recipe, or its inverse, from which advice names the rate of the recipe."""
+"""A learning rate counts as far from that of its recipe if it is at least this many times larger or smaller. Advice
+then names the rate of the recipe."""
 HEALTHY_STEP = 0.03
 """A layer is reported for far too large updates only if the median ratio |update| / |weight| of the other layers is
 below this value.
@@ -82,10 +83,11 @@ EXPLODED = 10
 times as much as the median of the other layers.
 """
 EXPLODED_ALONE = 10
-"""If nothing else is wrong with the run, a layer must have grown this many times more than `EXPLODED` demands, unless
-it had the largest update of all layers relative to its weights, this update was as large as the weights, and updates
-of the other layers were healthy (`HEALTHY_STEP`). Layers with small initial weights grow in healthy runs too.
-"""
+"""Factor by which the limits of `EXPLODED` are multiplied if nothing else is wrong with the run, because layers with
+small initial weights grow in healthy runs too.
+
+The factor is not used for a layer that had the largest update of all layers relative to its weights, if this update was
+as large as the weights and updates of the other layers were healthy (`HEALTHY_STEP`)."""
 RISEN = 0.9
 """A run counts as having got worse if, at the end, its loss has risen again by this fraction of its earlier fall.
 
@@ -115,8 +117,8 @@ POOR = 0.9
 Without an accuracy, the last loss must be at most half of that of a guess.
 """
 BEGAN = 100
-"""Ratio of a layer's first update, relative to its weights, to that of each other layer, from which the layer is named
-as the one in which a fault began."""
+"""A layer is named as the one in which a fault began only if its first update, relative to its weights, is at least
+this many times as large as that of every other layer."""
 
 QUICK_DATA = 2**26
 """Largest size of data, in bytes, that `diagnose_result` loads again. Loading 64 MiB takes about a second."""
@@ -156,7 +158,7 @@ class Explanation:
 
 
 _HEALTHY = " to ".join(f"{end:g}" for end in USUAL["update_ratio"])
-"""The usual range of |update| / |weight|, as texts have it."""
+"""Text of the usual range of |update| / |weight|, such as "0.0001 to 0.1"."""
 
 EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     "data": Explanation(

@@ -24,7 +24,8 @@ PARTIAL = ".partial"
 
 
 LABEL = re.compile(r"[\w.+-]+")
-"""Pattern of a label. A label, of an axis or a tried value, is part of a directory's name."""
+"""Pattern of a label. The label of a value on an axis, and of a value that a search tries, is part of the name of a
+directory."""
 _LONGEST = 255
 """Largest length of a file name in bytes. It is the limit of common file systems (ext4, XFS, APFS, NTFS)."""
 

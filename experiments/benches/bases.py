@@ -48,10 +48,11 @@ class BasisBench(MatrixBench):
 
     kind: Literal["bases"] = "bases"
     solvers: Listed[BasisSolver] = Field(
-        default_factory=default_members(BasisSolver, _PREFERRED), description="declarations, or kinds"
+        default_factory=default_members(BasisSolver, _PREFERRED),
+        description="basis solvers to measure, each a kind or a declaration",
     )
     spectra: Listed[Spectrum] = Field(
-        (Geometric(condition=1e4), PowerLaw()), description="covariances of the gradients"
+        (Geometric(condition=1e4), PowerLaw()), description="spectra of the covariances of the gradients"
     )
     dtypes: MatrixDtypes = Field(("float32",), description="dtypes of the matrices")
     refreshes: PositiveInts = Field(
@@ -60,7 +61,9 @@ class BasisBench(MatrixBench):
     every: int = Field(10, ge=1, description="steps between refreshes")
     beta: float = Field(0.95, ge=0, lt=1, description="decay of the statistic, per step")
     drift: float = Field(0.002, ge=0, description="turn of the gradients' basis, in radians per step")
-    threshold: float = Field(0.2, gt=0, description="largest off-diagonal ratio that the advice accepts")
+    threshold: float = Field(
+        0.2, gt=0, description="largest ratio ||offdiag(B)||_F / ||B||_F with B = Q^T A Q that the advice accepts"
+    )
     candidate_field: ClassVar[str] = "solvers"
     columns: ClassVar[Mapping[str, Column]] = {
         "refresh": Column("number of refreshes before the measurement"),

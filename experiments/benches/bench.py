@@ -184,7 +184,7 @@ class Bench(Component, ABC, family="bench"):
     device: DeviceName = Field("cpu", description="cpu, cuda or cuda:N")
     threads: int = Field(1, ge=1, description="CPU threads of torch")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of all random numbers")
-    seconds: float = Field(0.03, gt=0, description="least time spent on timing one cell")
+    seconds: float = Field(0.03, gt=0, description="least time for timing one candidate on one problem, in seconds")
     candidate_field: ClassVar[str]
     """Name of the bench's field that holds the candidates."""
     columns: ClassVar[Mapping[str, Column]]

@@ -59,14 +59,20 @@ class BudgetBench(DampedBench):
     """
 
     kind: Literal["budget"] = "budget"
-    solvers: RootSolvers = Field(default_factory=default_solvers, description="declarations, or kinds")
+    solvers: RootSolvers = Field(
+        default_factory=default_solvers, description="root solvers to measure, each a kind or a declaration"
+    )
     intervals: PositiveInts = Field((1, 10, 50), description="steps between two roots")
     storages: Annotated[tuple[Quantizer, ...], BeforeValidator(parse_quantizers)] = Field(
-        _STORAGES, description="storage of the roots: declarations, or kinds"
+        _STORAGES, description="quantizers in which roots are stored, each a kind or a declaration"
     )
     exponent: Rational = Field(Fraction(1, 4), description="exponent e of the root A^-e")
-    bound: float = Field(0.2, gt=0, description="largest error of the direction of a layer, the sine of an angle")
-    cost: Literal["milliseconds", "bytes"] = Field("milliseconds", description="what is least")
+    bound: float = Field(
+        0.2, gt=0, description="largest accepted error of a layer's direction, as the sine of an angle"
+    )
+    cost: Literal["milliseconds", "bytes"] = Field(
+        "milliseconds", description="cost by which choices are compared: milliseconds of a step, or stored bytes"
+    )
     candidate_field: ClassVar[str] = "solvers"
     layer_field: ClassVar[str] = "layer"
     columns: ClassVar[Mapping[str, Column]] = {

@@ -103,7 +103,7 @@ class PowerLaw(Synthetic):
     """lambda_i = i^(-power),  i = 1 .. d: similar to the spectra of factors of trained layers"""
 
     kind: Literal["power_law"] = "power_law"
-    power: float = Field(2.0, ge=0, description="decay of the eigenvalues")
+    power: float = Field(2.0, ge=0, description="exponent of the decay of the eigenvalues")
 
     def eigenvalues(self, d: int) -> Tensor:
         return torch.arange(1, d + 1, dtype=torch.float64) ** -self.power
@@ -399,7 +399,9 @@ class OwnMatrices(Bench, ABC):
     """A bench that also accepts the gradients of a user's own run."""
 
     record: str | None = Field(
-        None, description="run directory or experiment file; gradients of this run are used, a row a layer"
+        None,
+        description="run directory or experiment file whose gradients are measured, with one row for each layer; "
+        "none: the bench makes the data itself",
     )
 
     layer_field: ClassVar[str] = "layer"
@@ -445,13 +447,19 @@ class MatrixBench(OwnMatrices, ABC):
 
     layer_field: ClassVar[str] = "spectrum"
 
-    spectra: Listed[Spectrum] = Field(default_factory=default_spectra, description="the matrices")
+    spectra: Listed[Spectrum] = Field(default_factory=default_spectra, description="spectra of the measured matrices")
     sizes: PositiveInts = Field((16, 64, 128), description="d of the matrices d x d")
     count: int = Field(4, ge=1, description="matrices in a stack")
     checkpoint: str | None = Field(
-        None, description="run directory or saved optimizer state; its factors are used, a row a layer"
+        None,
+        description="run directory or saved optimizer state whose factors are measured, with one row for each layer; "
+        "none: no such factors",
     )
-    steps: int = Field(100, ge=1, description="training steps of the run `record`, which make its factors")
+    steps: int = Field(
+        100,
+        ge=1,
+        description="training steps of the run `record`; its factors are computed from the gradients of these steps",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -508,7 +516,7 @@ class MatrixBench(OwnMatrices, ABC):
 class DampedBench(MatrixBench, ABC):
     """A bench of inverse roots (A + r I)^-e,  r = ridge lambda_max."""
 
-    ridge: float = Field(1e-6, ge=0, description="added to all eigenvalues, in units of the largest")
+    ridge: float = Field(1e-6, ge=0, description="ridge that is added to all eigenvalues, in units of the largest one")
 
     @field_validator("ridge")
     @classmethod

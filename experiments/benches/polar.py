@@ -39,7 +39,8 @@ class PolarBench(OwnMatrices):
 
     kind: Literal["polar"] = "polar"
     solvers: Listed[PolarSolver] = Field(
-        default_factory=default_members(PolarSolver, _PREFERRED), description="declarations, or kinds"
+        default_factory=default_members(PolarSolver, _PREFERRED),
+        description="polar solvers to measure, each a kind or a declaration",
     )
     shapes: MatrixShapes = Field(
         ((16, 16), (64, 64), (64, 256), (128, 128)), description="shapes m x n of the matrices"
@@ -51,8 +52,10 @@ class PolarBench(OwnMatrices):
     dtypes: MatrixDtypes = Field(("float32",), description="dtypes of the matrices")
     count: int = Field(4, ge=1, description="matrices in a stack")
     steps: int = Field(100, ge=0, description="training steps of the run `record` before its gradient")
-    threshold: float = Field(0.3, gt=0, description="largest distance that the advice accepts")
-    advised: float = Field(1e2, ge=1, description="largest condition number that the advice considers")
+    threshold: float = Field(
+        0.3, gt=0, description="largest distance ||X - U V^T||_F / ||U V^T||_F that the advice accepts"
+    )
+    advised: float = Field(1e2, ge=1, description="largest condition number of the matrices that the advice considers")
     candidate_field: ClassVar[str] = "solvers"
     columns: ClassVar[Mapping[str, Column]] = {
         "low": Column("least singular value of the result X, the least of the stack"),

@@ -133,17 +133,25 @@ class QuantizerBench(DampedBench):
 
     kind: Literal["quantizers"] = "quantizers"
     quantizers: Annotated[tuple[Quantizer, ...], BeforeValidator(parse_quantizers)] = Field(
-        default_factory=default_quantizers, description="declarations, or kinds"
+        default_factory=default_quantizers, description="quantizers to measure, each a kind or a declaration"
     )
     sizes: PositiveInts = Field((64, 128), description="d of the matrices d x d")
     dtypes: MatrixDtypes = Field(("float32",), description="dtypes of the matrices")
     roles: Listed[Literal["statistic", "basis", "root"]] = Field(
-        ("statistic", "basis"), description="what may be stored: A, its eigenvectors, its root"
+        ("statistic", "basis"),
+        description="matrices that may be stored: A, its eigenvectors, or its root; each quantizer stores the first "
+        "one that it accepts",
     )
     exponent: Rational = Field(Fraction(1, 4), description="exponent e of the root A^-e")
-    ridge: float = Field(1e-4, ge=0, description="added to all eigenvalues, in units of the largest")
-    writings: int = Field(32, ge=1, description="times a matrix is written, each over the one before")
-    threshold: float = Field(0.1, gt=0, description="largest root error that the advice accepts")
+    ridge: float = Field(
+        1e-4,
+        ge=0,
+        description="ridge that is added to all eigenvalues before a root is computed, in units of the largest one",
+    )
+    writings: int = Field(
+        32, ge=1, description="number of times that a matrix is encoded, each time over its previous codes"
+    )
+    threshold: float = Field(0.1, gt=0, description="largest relative error of the root that the advice accepts")
     candidate_field: ClassVar[str] = "quantizers"
     columns: ClassVar[Mapping[str, Column]] = {
         "condition": Column("condition number of A"),

@@ -53,10 +53,12 @@ class RootBench(DampedBench):
     """
 
     kind: Literal["roots"] = "roots"
-    solvers: RootSolvers = Field(default_factory=default_solvers, description="declarations, or kinds")
+    solvers: RootSolvers = Field(
+        default_factory=default_solvers, description="root solvers to measure, each a kind or a declaration"
+    )
     dtypes: MatrixDtypes = Field(("float32",), description="dtypes of the matrices")
     exponents: Listed[Rational] = Field((Fraction(1, 4),), description="exponents e of the root A^-e")
-    threshold: float = Field(0.05, gt=0, description="largest error that the advice accepts")
+    threshold: float = Field(0.05, gt=0, description="largest relative error of the root that the advice accepts")
     candidate_field: ClassVar[str] = "solvers"
     columns: ClassVar[Mapping[str, Column]] = {
         "condition": Column("largest over smallest eigenvalue of A + r I, the largest of the stack"),

@@ -158,13 +158,15 @@ class StatisticBench(OwnMatrices):
     kind: Literal["statistics"] = "statistics"
     statistics: Annotated[tuple[Statistic, ...], kinds_as(slow)] = Field(
         default_factory=default_members(Statistic, _PREFERRED, slow, lambda statistic: not statistic.of_inputs),
-        description="declarations, or kinds",
+        description="statistics to measure, each a kind or a declaration",
     )
     width: int = Field(16, ge=4, le=48, multiple_of=2, description="width of the layers; C has width^4 entries")
     samples: PositiveInts = Field(
         (40, 160, 640), description="numbers of gradients after which statistics are measured"
     )
-    held_out: int = Field(640, ge=1, description="gradients that no statistic sees")
+    held_out: int = Field(
+        640, ge=1, description="number of further gradients, which no statistic sees, for the gain error"
+    )
     dtype: Literal["float32", "float64"] = Field("float32", description="dtype of gradients and statistics")
     steps: int = Field(100, ge=0, description="training steps before the gradients are taken")
     every: int = Field(5, ge=1, description="gradients between refreshes")

@@ -155,12 +155,24 @@ class StepCase(Component):
     compared with those of the peers with the same algorithm, and of recipes whose field `compared` is true.
     """
 
-    recipe: str | None = Field(default=None, examples=["soap"], description="shipped name or YAML file")
-    overrides: tuple[str, ...] = Field(default=(), strict=False, description="dotted.path=value, in order")
-    peer: str | None = Field(default=None, description="class of another library: module:Class, or file.py:Class")
-    options: dict[str, Any] = Field(default={}, description="what the class is called with besides parameters")
+    recipe: str | None = Field(
+        default=None,
+        examples=["soap"],
+        description="shipped name or YAML file of a recipe; a candidate has either a recipe or a peer",
+    )
+    overrides: tuple[str, ...] = Field(
+        default=(), strict=False, description="changes of the recipe, applied in order, as dotted.path=value"
+    )
+    peer: str | None = Field(
+        default=None,
+        description="class of another library, as module:Class or file.py:Class; none: the candidate is a recipe",
+    )
+    options: dict[str, Any] = Field(
+        default={}, description="keyword arguments of the peer's class, beside the parameters"
+    )
     switches: dict[str, Any] = Field(
-        default={}, description="attributes of modules that are set before the class is called: module:name = value"
+        default={},
+        description="attributes of modules that are set before the peer's class is called: module:name -> value",
     )
     maths: str = Field(default="", description="name of the algorithm; default: the recipe, or the class")
     name: str | None = Field(default=None, description="name in tables; default: the recipe, or the class")
@@ -324,17 +336,24 @@ class StepBench(Bench):
     )
     sets: Listed[str] = Field(
         default=("gpt", "convolutions", "matrices", "squares", "embedding", *GROWTH),
-        description="gpt, convolutions, matrices, squares, embedding, gpt2, or one with a dimension, as gpt:layers=8",
+        description="sets of parameters: gpt, convolutions, matrices, squares, embedding, gpt2, or one of them with a "
+        "dimension, as gpt:layers=8",
     )
     intervals: PositiveInts = Field((1, 10), description="steps between refreshes")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of parameters and gradients")
     clock: Literal["wall", "cpu", "thread"] = Field(
         default="wall",
-        description="clock: time of day, or processor time, on which other work has no influence: of the process, or "
-        "of the thread that calls `step`, without delayed refreshes",
+        description="wall: time of day; cpu: processor time of the process; thread: processor time of the thread that "
+        "calls `step`, without delayed refreshes. Processor time does not contain the time of other processes",
     )
-    warm: int = Field(4, ge=1, description="first rounds, in which state, roots and bases are made")
-    periods: int = Field(3, ge=1, description="intervals measured; 10 steps at least")
+    warm: int = Field(
+        4,
+        ge=1,
+        description="number of first rounds, which are not timed, because state, roots and bases are made in them",
+    )
+    periods: int = Field(
+        3, ge=1, description="number of timed intervals between refreshes; at least 10 steps are timed"
+    )
     candidate_field: ClassVar[str] = "candidates"
     columns: ClassVar[Mapping[str, Column]] = {
         "numbers": Column("entries of all parameters"),

@@ -26,7 +26,7 @@ Reduced = Callable[[BenchRows], float]
 Selection = Callable[[BenchRows], BenchRows]
 """Function from the rows of one line of a table to those rows from which the text of a cell is computed."""
 How = Literal["median", "worst", "max", "min", "mean"]
-"""Reduction of a column to one number. `reduction` describes them."""
+"""Name of a reduction of a column to one number. The function `reduction` describes each."""
 
 
 def number_of(row: Row, name: str) -> float:

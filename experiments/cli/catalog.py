@@ -31,7 +31,8 @@ RECIPES, BY_GOAL, SIGNALS, EVERY_FAMILY = "recipes", "goals", "signals", "family
 """Arguments of `list` that are no families: shipped recipes, recipes by goal, signals that stages may request, and the
 families themselves."""
 _HEADINGS = {EVERY_FAMILY: FAMILIES, "stage": STAGES, RECIPES: RECIPE_GROUPS}
-"""The groups of lists that are printed in groups, by the argument that names the list."""
+"""Groups into which the command `list` divides a list of families, stages or recipes, by the argument that names the
+list. Other lists are not divided."""
 _OF_OTHER_MODELS = """\
 Bytes of GPT-2 small are not those of other models: most recipes for matrices have Adam for its
 embedding, and `adafactor` has 2.67 bytes for kernels of 3 x 3, as in torch. `eigengraft plan MODEL

@@ -108,10 +108,11 @@ def print_storage(optimizer: eigengraft.Optimizer) -> None:
 
 
 WIDE, PAGE = 160, 120
-"""Least widths of tables in characters if they are printed to a file or a pipe: WIDE without, PAGE with `expand`."""
+"""Least width of a table, in characters, if it is printed to a file or a pipe. A table with the option `expand` has the
+least width PAGE, and any other table has WIDE."""
 _TEXT = 42
-"""Width in characters that limits columns of texts in a table with `expand`. The last column of texts has at least this
-width. Columns between the first and the last have at most this width."""
+"""A limit on the width of columns of texts in a table with the option `expand`, in characters. The last column of texts
+is at least this wide, and columns between it and the first column are at most this wide."""
 _DIGITS = 7
 """Least width of a column of numbers in characters. Columns of several tables are then at the same place."""
 

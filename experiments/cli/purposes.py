@@ -197,9 +197,8 @@ class RecipeNumbers(NamedTuple):
 
 
 NUMBERS_FILE = Path(__file__).with_name("recipes.json")
-"""File of the card of measured times and of the numbers of all shipped recipes. `python docs/hooks/measured.py` writes
-it.
-"""
+"""File with the numbers of all shipped recipes, such as times of steps, and with the name of the GPU on which times
+were measured. `python docs/hooks/measured.py` writes it."""
 
 
 @cache
@@ -233,7 +232,8 @@ class Goal(NamedTuple):
 
 
 _NEAR_BEST = 0.8
-"""Least profile of steps of recipes that count as fast. AdamW has 0.40, and the best recipe 0.94."""
+"""Least profile of steps (a score from 0 to 1, the higher the faster) with which a recipe counts as fast. AdamW has
+0.40, and the best recipe 0.94."""
 _SHOWN = 3
 """Number of recipes that are named for a goal."""
 

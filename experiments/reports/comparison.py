@@ -42,7 +42,7 @@ class ComparisonRow:
     edge: str = ""
     """The end of the tried numbers, such as learning rates, at which a method is best: "least", "largest" or empty."""
     method: str = ""
-    """The method, if `label` has the method and the number at which it is best; else empty."""
+    """Name of the method if `label` has both the method and the number at which it is best; else empty."""
 
     @property
     def title(self) -> str:

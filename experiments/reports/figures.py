@@ -36,10 +36,10 @@ _HANDLE, CHARACTER = 0.5, 0.075
 _MARGIN = 0.75
 """Width in inches of what is beside the axes: labels of the vertical axis, and spaces."""
 _MANY = 100
-"""Number of points from which a line may be noisy."""
+"""Number of points of a curve above which its markers are drawn with a white edge, because the line may be noisy."""
 INK, _RULE = "#3c3c3d", "#d8d8d9"
 _TICKS, _FEWER_TICKS, POWERS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 5), (1,)
-"""Digits at which ticks of logarithmic axes are: of narrow, wider and very wide ranges."""
+"""First digits of the ticks of a logarithmic axis, for narrow, for wider and for very wide ranges of values."""
 _EXPONENT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -77,7 +77,8 @@ class Curve:
 
 
 LogAxes = Literal["auto", "none", "x", "y", "xy"]
-"""Choice of logarithmic axes for curves over a run. `auto`: the vertical axis, if values span a wide range."""
+"""Axes of a figure of curves over a run that are logarithmic. `auto`: the vertical axis, if its values span a wide
+range."""
 
 
 WIDTH = 4.8

@@ -63,9 +63,13 @@ class Target(Component):
 
     value: float = Field(examples=[2.2], description="value that the metric has to reach")
     sigma: float = Field(
-        gt=0, examples=[0.01], description="standard deviation of the metric over seeds where it reaches the value"
+        gt=0,
+        examples=[0.01],
+        description="standard deviation of the metric over seeds, at the step where the metric reaches the value",
     )
-    z: float = Field(default=3.0, ge=0, description="how many standard errors the mean must be better than the value")
+    z: float = Field(
+        default=3.0, ge=0, description="number of standard errors by which the mean must be better than the value"
+    )
 
     def first(self, seeds: Sequence[Mapping[int, float]], sign: int = 1) -> int | None:
         """Return the first step at which the target counts as reached, None if there is none.

@@ -48,8 +48,13 @@ class CellPair(Component):
     The partner of a cell has the labels of the cell, except those that `than` replaces.
     """
 
-    of: Where = Field(min_length=1, description="axis -> label or list of labels; axes not named: all labels")
-    than: Labels = Field(min_length=1, description="axis -> label of the cells that these are compared with")
+    of: Where = Field(
+        min_length=1,
+        description="cells to measure: axis -> label or list of labels; an axis that is not named has all its labels",
+    )
+    than: Labels = Field(
+        min_length=1, description="labels of the partner that replace those of the cell: axis -> label"
+    )
 
     def require_axes(self, study: Study, where: str) -> None:
         """Raise ValueError if `of` or `than` names an axis or a label that the study does not have."""
@@ -74,10 +79,12 @@ class PaperClaim(CellPair):
     study: str = Field("study", description="study file of the folder, without .yaml")
     metric: ClaimMetric = Field("val_loss", description="metric of the comparison")
     compare: Literal["difference", "ratio"] = Field(
-        "difference", description="comparison of the metric in `of` with that in `than`"
+        "difference", description="comparison of the metric of a cell with that of its partner"
     )
     beside: CellPair | None = Field(
-        None, description="second pair of cells, whose difference is subtracted or ratio divided by"
+        None,
+        description="second pair of cells, whose difference is subtracted from the measured one, or by whose ratio "
+        "the measured one is divided; none: no second pair",
     )
     least: float | None = Field(
         None, description="lower end of the required interval, in the unit of the metric; none: no lower end"
@@ -114,7 +121,9 @@ class PaperClaims(Component):
     paper: str = Field(min_length=1, description="authors, year, title and number of the paper")
     claims: dict[str, PaperClaim] = Field(min_length=1, description="claims by name")
     measured: dict[str, str] = Field(
-        default={}, description="study -> file of the folder with its runs, used if results/STUDY.json does not exist"
+        default={},
+        description="study -> file with the runs of the study, in the paper's folder; it is used if "
+        "results/STUDY.json does not exist",
     )
 
     @property

@@ -31,8 +31,8 @@ hundred lines.
 
 
 _TRUSTED = 0.1
-"""Share of a bar after which its time left follows from its progress alone. The first runs of a study may be much
-faster or slower than expected, so that less progress says little about the others."""
+"""Completed share of a progress bar from which its time left is computed from its progress alone. With a smaller share,
+the expected time counts too, because the first runs of a study may be much faster or slower than the others."""
 
 
 class Meter:

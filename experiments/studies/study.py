@@ -75,8 +75,14 @@ def inside(where: Where, labels: Mapping[str, str]) -> bool:
 class Setting(Component):
     """Values of fields in some cells of a study. A cell is a combination of one label from each axis."""
 
-    when: Where = Field(min_length=1, examples=[{"method": "soap"}], description="axis -> label or list of labels")
-    set: dict[str, Any] = Field(min_length=1, examples=[{"lr": 0.01}], description="dotted path -> value")
+    when: Where = Field(
+        min_length=1,
+        examples=[{"method": "soap"}],
+        description="cells in which the values are set: axis -> label or list of labels",
+    )
+    set: dict[str, Any] = Field(
+        min_length=1, examples=[{"lr": 0.01}], description="values: dotted path of a field of the experiment -> value"
+    )
 
 
 def combinations(axes: Mapping[str, Mapping[str, Any]], exclude: Iterable[Where]) -> Iterator[dict[str, str]]:
@@ -189,27 +195,32 @@ class Study(Component):
     description: str = Field("", description="question of the study in a sentence or two")
     base: dict[str, Any] = Field(
         examples=[{"task": "digits", "recipe": "adamw"}],
-        description="base experiment, with the fields of an experiment file; in a study file also the path of one",
+        description="base experiment: a mapping with the fields of an experiment file; in a study file it may also be "
+        "the path of such a file",
     )
     axes: dict[str, dict[str, Changes]] = Field(
         min_length=1,
         examples=[{"lr": [0.001, 0.01]}],
-        description="dotted path -> list of values, or any name -> {label -> {dotted path -> value}}, or any name -> "
-        "{dotted path -> list of values}, in which values at the same place belong together",
+        description="one of three forms for each axis: dotted path -> list of values; name -> {label -> {dotted path "
+        "-> value}}; name -> {dotted path -> list of values}, where the k-th values of all lists belong to the k-th "
+        "label",
     )
     exclude: tuple[Where, ...] = Field(
         (), strict=False, description="cells that are not run: axis -> label or list of labels"
     )
-    settings: tuple[Setting, ...] = Field((), strict=False, description="values for combinations of labels")
+    settings: tuple[Setting, ...] = Field(
+        (), strict=False, description="values of fields in the cells that have certain labels"
+    )
     seeds: Seeds = Field((0,), strict=False, min_length=1, description="every cell has one run for each seed")
     equal: Literal["steps", "seconds"] = Field(
         "steps",
-        description="steps: every cell has the steps that are set; seconds: all cells train as long as the baseline, "
-        "which has the steps that are set, and steps of other cells follow from timed runs",
+        description="steps: every cell trains for its field `steps`; seconds: the baseline trains for its `steps`, "
+        "and all other cells for the same time; their numbers of steps follow from timed runs",
     )
     tune: Tuning | None = Field(
         None,
-        description="search of values in every cell before its runs, a coordinate_descent if no kind is given",
+        description="search for the best values in every cell before its runs, a coordinate_descent if no kind is "
+        "given; none: no search",
     )
     tuned_in: str = Field(
         "",
@@ -220,15 +231,15 @@ class Study(Component):
     metric: MetricName = Field(
         "val_loss", description="final metric to compare: val_loss, val_accuracy, or val.NAME, one of the task's own"
     )
-    larger: bool = Field(False, description="true if larger values of a further metric are better")
+    larger: bool = Field(False, description="true: larger values of a metric val.NAME are better; false: smaller ones")
     target: Target | None = Field(
         None, description="value of the metric; reports also compare the steps at which runs reach it"
     )
     baseline: Labels = Field(
         default={},
         max_length=1,
-        description="compared axis: label of its baseline; none: its default and its first label; the default is "
-        "the last axis with several labels, and an axis of learning rates only if no other one has several",
+        description="{axis to compare: label of its baseline}; default: the last axis with several labels, but an "
+        "axis of learning rates only if no other axis has several labels, and the first label of this axis",
     )
 
     @field_validator("base", mode="before", json_schema_input_type=dict[str, Any] | str)

@@ -168,8 +168,10 @@ class Range(Component):
 
     low: float = Field(examples=[1e-4], description="least value")
     high: float = Field(examples=[1e-2], description="largest value")
-    log: bool = Field(False, description="if true, equal ratios are equally likely; else equal differences")
-    integer: bool = Field(False, description="whole numbers only")
+    log: bool = Field(
+        False, description="true: equal ratios of values are equally likely; false: equal differences are"
+    )
+    integer: bool = Field(False, description="true: whole numbers only")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -283,7 +285,9 @@ class CoordinateDescent(Tuning):
     kind: Literal["coordinate_descent"] = "coordinate_descent"
     trials: int = Field(10, ge=3, description="largest number of values tried in a cell")
     space: dict[str, RatioGrid | list[Scalar]] = Field(
-        {"lr": RatioGrid()}, min_length=1, description="dotted path -> {ratio, start}, or list of values in their order"
+        {"lr": RatioGrid()},
+        min_length=1,
+        description="values to try: dotted path of a field -> {ratio, start}, or list of values in their order",
     )
 
     @field_validator("space", mode="before", json_schema_input_type=dict[str, RatioGrid | list[Scalar]])
@@ -367,7 +371,12 @@ class Halving(Component):
     compared.
     """
 
-    rate: int = Field(3, ge=2, description="one of this many runs continues to this many times the steps")
+    rate: int = Field(
+        3,
+        ge=2,
+        description="ratio of the steps of successive comparisons; in each of them about one of this many runs "
+        "continues",
+    )
     least: int = Field(ge=1, examples=[30], description="steps before runs are compared for the first time")
 
     @property
@@ -416,7 +425,7 @@ class Sampled(Tuning, ABC):
     space: dict[str, Range | list[Scalar]] = Field(
         min_length=1,
         examples=[{"lr": {"low": 1e-4, "high": 1e-2}}],
-        description="dotted path -> {low, high, log, integer}, or list of values",
+        description="values to try: dotted path of a field -> {low, high, log, integer}, or list of values",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of the draws")
     together: int = Field(1, ge=1, description="trials of a cell that are drawn at once and may run side by side")
@@ -488,7 +497,7 @@ class TPE(Sampled):
     """
 
     kind: Literal["tpe"] = "tpe"
-    startup: int = Field(10, ge=1, description="trials drawn at random first")
+    startup: int = Field(10, ge=1, description="number of first trials, which are drawn at random")
 
     @property
     def method(self) -> str:

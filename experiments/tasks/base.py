@@ -370,7 +370,7 @@ class Dataset(ABC):
 
     fingerprint: Fingerprint
     columns: Sequence[str] = ()
-    """Names of the columns of inputs [B, columns], with which messages name them; (): columns have numbers only."""
+    """Names of the columns of inputs [B, columns], for messages. (): messages have the numbers of the columns."""
 
     @abstractmethod
     def batch(self, seed: int, step: int) -> Batch:

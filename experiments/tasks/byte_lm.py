@@ -36,8 +36,8 @@ class ByteLM(Task):
     kind: Literal["byte_lm"] = "byte_lm"
     path: str | None = Field(
         default=None,
-        description="a text file, also .gz, .bz2 or .xz; 'python:FILE' in the standard library's folder, or "
-        "'package:NAME/FILE' in that of an installed package; none: the library's sources",
+        description="a text file, also .gz, .bz2 or .xz; 'python:FILE' in the folder of Python's standard library, or "
+        "'package:NAME/FILE' in that of an installed package; none: the sources of Python's standard library",
     )
     max_bytes: int = Field(default=8 * 2**20, ge=4096, description="read at most this many bytes of text")
     layers: int = Field(default=2, ge=1, le=64, description="transformer blocks")
@@ -45,7 +45,10 @@ class ByteLM(Task):
     heads: HeadCount = Field(default=4, ge=1, le=64, description="attention heads; a divisor of width")
     context: int = Field(default=64, ge=2, le=8192, description="bytes per sequence")
     batch_size: int = Field(default=32, ge=1, description="sequences per step")
-    init: Init = Field(default="standard", description="initial weights; spectral: of sizes that suit every width")
+    init: Init = Field(
+        default="standard",
+        description="initial weights; standard: as torch draws them; spectral: with spectral norms that suit any width",
+    )
     eval_sequences: int = Field(
         default=512, ge=1, description="validation sequences, evenly spaced in the validation text"
     )

@@ -352,14 +352,28 @@ class DifferentialEquation(Task):
     layers: int = Field(default=3, ge=1, le=16, description="hidden layers, with tanh")
     width: int = Field(default=64, ge=1, le=4096, description="units per hidden layer")
     harmonics: int = Field(
-        default=1, ge=0, le=64, description="sines and cosines of each coordinate as inputs; 0: the coordinate alone"
+        default=1,
+        ge=0,
+        le=64,
+        description="number of frequencies for which the sine and cosine of each coordinate are inputs; 0: only the "
+        "coordinate itself is an input",
     )
     batch_size: int = Field(
-        default=128, ge=8, description="points inside per step; each condition on a side has a quarter of this number"
+        default=128,
+        ge=8,
+        description="points inside per step; each condition at the start or at the ends has a quarter of this number",
     )
-    initial_weight: float | None = Field(default=None, gt=0, description="w_i; none: 100, if the equation evolves")
+    initial_weight: float | None = Field(
+        default=None,
+        gt=0,
+        description="weight w_i of the conditions at the start; none: 100, if the equation evolves in t, else no such "
+        "condition",
+    )
     boundary_weight: float | None = Field(
-        default=None, gt=0, description="w_b; none: 100, if x has ends with a condition"
+        default=None,
+        gt=0,
+        description="weight w_b of the conditions at the ends; none: 100, unless the equation is periodic and has no "
+        "such condition",
     )
 
     @model_validator(mode="after")

@@ -60,9 +60,11 @@ class Ranking(Component):
     compared).
     """
 
-    source: str = Field(min_length=1, description="where it was published")
-    ranks: str = Field(min_length=1, description="ranked number, and what it was measured on")
-    entries: dict[str, float] = Field(min_length=2, description="number by entry, the best the smallest")
+    source: str = Field(min_length=1, description="paper or repository in which the ranking was published")
+    ranks: str = Field(
+        min_length=1, description="number by which methods are ranked, and the models on which it was measured"
+    )
+    entries: dict[str, float] = Field(min_length=2, description="entry -> number; the smallest number is the best")
 
 
 def read_rankings(folder: Path) -> dict[str, Ranking]:

@@ -41,7 +41,8 @@ class TrackTask(Component):
     experiment: dict[str, Any] = Field(min_length=1, description="the task and the steps, as in an experiment file")
     target: float = Field(gt=0, description="validation loss to reach")
     sigma: float = Field(
-        gt=0, description="standard deviation over seeds of the loss of AdamW at the step where it reaches the target"
+        gt=0,
+        description="standard deviation of the validation loss over seeds, at the step where AdamW reaches the target",
     )
     sha256: str = Field("", description="sha256 of the task's data; empty: the data are not checked")
 
@@ -53,7 +54,9 @@ class Track(Component):
     base: dict[str, Any] = Field(description="base experiment, with the fields of an experiment file")
     tasks: dict[str, TrackTask] = Field(min_length=1, description="tasks by name")
     tune: dict[str, Any] = Field(description="the search of every entry on every task, as in a study")
-    seeds: tuple[int, ...] = Field(strict=False, min_length=2, description="seeds of the runs that count")
+    seeds: tuple[int, ...] = Field(
+        strict=False, min_length=2, description="seeds of the runs that are compared; the search has other seeds"
+    )
     z: float = Field(gt=0, description="number of standard errors by which a mean must be below the target")
 
 

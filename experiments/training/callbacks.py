@@ -82,8 +82,12 @@ class Patience(Callback):
     """
 
     kind: Literal["patience"] = "patience"
-    evaluations: int = Field(default=5, ge=1, description="evaluations in a row without a better loss")
-    least: float = Field(default=0.0, ge=0, description="how much lower a loss must be to count as better")
+    evaluations: int = Field(
+        default=5, ge=1, description="number of evaluations in a row without a better loss after which the run ends"
+    )
+    least: float = Field(
+        default=0.0, ge=0, description="smallest decrease of the validation loss that counts as better"
+    )
 
     def stepped(self, run: RunView, tick: Tick) -> bool:
         if tick.val_loss is None:
@@ -100,7 +104,9 @@ class StopAfter(Callback):
     """
 
     kind: Literal["stop_after"] = "stop_after"
-    step: int = Field(ge=1, examples=[100], description="the first step after which the run may end")
+    step: int = Field(
+        ge=1, examples=[100], description="number of steps after which the run ends, at the next row of metrics"
+    )
 
     def stepped(self, run: RunView, tick: Tick) -> bool:
         return tick.step >= self.step
@@ -113,11 +119,13 @@ class Limits(Callback):
     metric: MetricName = Field(
         default="val_loss", description="metric that has limits: val_loss, val_accuracy, or val.NAME"
     )
-    larger: bool = Field(default=False, description="true if larger values of a further metric are better")
+    larger: bool = Field(
+        default=False, description="true: larger values of a metric val.NAME are better; false: smaller ones"
+    )
     limits: tuple[Annotated[tuple[int, float], Strict(False)], ...] = Field(
         strict=False,
         examples=[[[100, 2.5]]],
-        description="(step, largest loss or least accuracy with which the run continues at this step)",
+        description="pairs (step, limit): the run continues after this step if the metric is not worse than the limit",
     )
 
     def stepped(self, run: RunView, tick: Tick) -> bool:
@@ -191,7 +199,9 @@ class WandB(Tracker):
     kind: Literal["wandb"] = "wandb"
     needs: ClassVar[str] = "wandb"
     project: str = Field("eigengraft", min_length=1, description="project of the runs")
-    mode: Literal["offline", "online"] = Field("offline", description="online: runs are uploaded at once")
+    mode: Literal["offline", "online"] = Field(
+        "offline", description="offline: runs are stored on this machine; online: they are also uploaded at once"
+    )
 
     @contextmanager
     def open(self, run: RunView, step: int) -> Iterator[WriteValues]:

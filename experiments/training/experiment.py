@@ -73,17 +73,28 @@ class Experiment(Component):
         ),
         ".": "dotted paths go into the list `overrides`, as 'path=value'",
     }
-    imports: tuple[str, ...] = Field(default=(), strict=False, description="files or modules that define components")
+    imports: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="files or modules that define components, imported before the experiment is read",
+    )
     name: FolderName = Field(default="run", description="names the run's directory")
     task: Task = Field(examples=["digits"], description="task to train")
     recipe: eigengraft.Recipe = Field(examples=["soap"], description="the optimizer", json_schema_extra=_or_recipe_name)
-    overrides: tuple[str, ...] = Field(default=(), strict=False, exclude=True, description="dotted.path=value")
+    overrides: tuple[str, ...] = Field(
+        default=(), strict=False, exclude=True, description="changes of the recipe, as dotted.path=value"
+    )
     lr: float | None = Field(default=None, ge=0, description="peak learning rate; none: the recipe's")
     weight_decay: float | None = Field(default=None, ge=0, description="weight decay; none: the recipe's")
     schedule: LearningRateSchedule = Field(default=Constant(), description="schedule of the learning rate")
     steps: int = Field(default=400, ge=1, description="optimizer steps")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the initial weights and of the order of the data")
-    grad_clip: float | None = Field(default=None, gt=0, description="largest norm of the gradient; none: no limit")
+    grad_clip: float | None = Field(
+        default=None,
+        gt=0,
+        description="largest norm of the gradient of all parameters; a longer gradient is scaled down to it; none: no "
+        "limit",
+    )
     accumulate: int | None = Field(
         default=None,
         ge=2,

@@ -167,7 +167,11 @@ class HSDP(MultiProcess):
     """
 
     kind: Literal["hsdp"] = "hsdp"
-    replicas: int | None = Field(default=None, ge=1, description="number of groups; none: one per machine")
+    replicas: int | None = Field(
+        default=None,
+        ge=1,
+        description="number of groups of ranks, each of which holds all parameters; none: one group per machine",
+    )
 
     def wrap(self, model: nn.Module, ranks: Ranks) -> nn.Module:
         groups = self.replicas or -(-ranks.size // ranks.local_size)

@@ -87,7 +87,7 @@ class PowerDecay(LearningRateSchedule):
     """
 
     kind: Literal["power"] = "power"
-    power: float = Field(default=2.0, gt=0, description="exponent of t")
+    power: float = Field(default=2.0, gt=0, description="exponent of t; the larger, the later the rate falls")
     final: float = Field(default=0.0, ge=0, le=1, description="fraction of the learning rate left at the end")
 
     def decay(self, t: float) -> float:
@@ -107,7 +107,7 @@ class WarmupStableDecay(LearningRateSchedule):
     decay_fraction: float = Field(
         default=0.2, gt=0, le=1, description="fraction of the steps after the warm-up in which the rate falls"
     )
-    shape: Literal["linear", "sqrt"] = Field(default="linear", description="how the rate falls")
+    shape: Literal["linear", "sqrt"] = Field(default="linear", description="form s(x) of the fall")
     final: float = Field(default=0.0, ge=0, le=1, description="fraction of the learning rate left at the end")
 
     def decay(self, t: float) -> float:

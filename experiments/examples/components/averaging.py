@@ -20,7 +20,7 @@ class Polyak(Averaging):
     """mean <- mean + (W - mean) / (t - start + 1)  from step t = start on, mean <- W before.  The mean is evaluated."""
 
     kind: Literal["polyak"] = "polyak"
-    start: int = Field(default=1, ge=1, description="update of the first averaged iterate")
+    start: int = Field(default=1, ge=1, description="number of the first update after which W enters the mean")
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
         return {"mean": Slot(shape, role="iterate")}

@@ -24,7 +24,7 @@ class Sharp(Stage):
     """d / max(1, sharpness / bound),  d the direction"""
 
     kind: Literal["sharp"] = "sharp"
-    bound: float = Field(default=10.0, gt=0, description="the largest sharpness that changes nothing")
+    bound: float = Field(default=10.0, gt=0, description="largest sharpness with which the direction does not change")
 
     def traits(self, block: tuple[int, ...]) -> Traits:
         return Traits(signals=(Request("sharpness"),))

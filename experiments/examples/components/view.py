@@ -19,7 +19,7 @@ class Halves(View):
     """
 
     kind: Literal["halves"] = "halves"
-    ratio: float = Field(default=4.0, gt=0, description="least ratio of rows to columns of what is divided")
+    ratio: float = Field(default=4.0, gt=0, description="least ratio of rows to columns with which a matrix is split")
 
     def of(self, shape: tuple[int, ...], facts: ModuleFacts) -> ViewChoice:
         if len(shape) != 2 or shape[0] % 2 or shape[0] < self.ratio * shape[1]:

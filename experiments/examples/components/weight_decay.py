@@ -18,7 +18,7 @@ class Fading(WeightDecay):
     """alpha = rate (lr / peak)^power.  A step decays by lr alpha, in proportion to lr^(power + 1)."""
 
     kind: Literal["fading"] = "fading"
-    power: float = Field(default=1.0, ge=0, description="power of the learning rate over its peak")
+    power: float = Field(default=1.0, ge=0, description="exponent of lr / peak")
     relative: ClassVar[bool] = True
 
     def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
