@@ -30,7 +30,8 @@ _ITERATION = {"ns_steps": "steps", "backend_steps": "steps", "ns_coefficients": 
 """Options of Muon in torch and in its author's code, with the fields of the solver `newton_schulz` that mean the same.
 """
 _OFF_IN_SOAP = {"normalize_grads": False, "data_format": "channels_first"}
-"""Options of the authors' SOAP for whose default a recipe of SOAP needs no override, with this default."""
+"""Options of the authors' SOAP, with their defaults. An option with its default has no effect, so that a recipe of SOAP
+needs no override for it."""
 _GRAFTS: Mapping[str, Mapping[str, Any]] = {
     "Adam": {"beta": "beta2", "eps": "epsilon"},
     "RMSprop": {"beta": "beta2", "eps": "epsilon", "bias_correction": False},

@@ -34,7 +34,8 @@ class WidthScaling(Component):
     base_width: int | None = Field(
         default=None,
         ge=1,
-        description="width at which the recipe's learning rate was found; default: none, lr is absolute",
+        description="width b of the model for which the recipe's learning rate was found; none: the factor is f(m, "
+        "n), and lr refers to no width",
     )
 
     def factor(self, chain: Sequence[Stage], role: str, matrix: tuple[int, ...], path: str = "update") -> float:

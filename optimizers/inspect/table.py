@@ -106,7 +106,7 @@ USUAL: Mapping[str, tuple[float, float]] = {
 """
 
 WATCHED = ("weight_norm", "gradient_norm", "update_ratio", "update_rms", "cosine", "storage_error")
-"""Measures of a step, which only a step after `watch_next_step` has."""
+"""Measures of a step. They are in the table only after `watch_next_step` was called before the step."""
 
 
 def _names(row: Measurement, column: str) -> tuple[str, ...]:
@@ -140,7 +140,8 @@ class Inspection(Sequence[Measurement]):
 
     rows: tuple[Measurement, ...] = ()
     judged: bool = field(default=False, kw_only=True)
-    """True for the table of `worst`: printed rows have the usual range, and a mark if the value is outside of it."""
+    """True for the table that `worst` returns. Printed rows then have the usual range of their measure, and a mark if
+    the value is outside of it."""
 
     @classmethod
     def joined(cls, rows: Iterable[Measurement]) -> Self:

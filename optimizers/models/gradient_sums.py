@@ -286,11 +286,11 @@ def _common_factor(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
 
 
 _MEASURED = 16
-"""Largest number of parameters whose gradients are sampled. Scaling multiplies all gradients by one factor, so that a
-few samples are enough."""
+"""Largest number of parameters of whose gradients samples are kept, from which the factor of a later scaling is
+computed. Scaling multiplies all gradients by one factor, so that a few samples are enough."""
 _TOLERANCE = 0.01
-"""Relative difference up to which ratios of gradients count as equal. It is larger than the error of a ratio of two
-bfloat16 numbers, 2 * 2^-8."""
+"""Relative difference from their median up to which the ratios of new to old entries of gradients count as equal. It is
+larger than the error of a ratio of two bfloat16 numbers, 2 * 2^-8."""
 
 
 def watch_gradient_variance(optimizer: Optimizer) -> Callable[[], None] | None:

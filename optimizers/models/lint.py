@@ -44,7 +44,7 @@ _OVERSHOOT = 1.3
 """Factor by which a direction may exceed the norm that its stage declares. A polar factor from iterations has singular
 values of up to 1.2 in place of 1."""
 _WHITENING = frozenset(("second_moment", "root"))
-"""Roles of slots whose contents divide directions."""
+"""Roles of slots by which stages divide directions, directly or by multiplication with an inverse root."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ SCHEMA_VERSION = 2
 """Version of the field names in the JSON text of a recipe. A recipe with another version is refused."""
 _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}}
 _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
-"""Sample shapes of blocks. Every slot that a chain has for some block of a model, it has for a block of one of these
+"""Sample shapes of blocks. If a chain has a slot for a block of any shape, it has this slot for a block of one of these
 shapes too."""
 
 
@@ -70,11 +70,19 @@ class UpdateRule(Component):
     update: Stages = Field(description="the stages that turn a gradient into a direction, at least one")
     after_decay: Stages = Field(default=(), description="stages after weight decay was added to the direction")
     constraints: Constraints = Field(
-        default=(), validate_default=False, description="what every step of a parameter is held to, in order"
+        default=(),
+        validate_default=False,
+        description="rules that change updates before the write or parameters after it, in order",
     )
-    view: View = Field(default=Batches(), description="what is a matrix; default: batches, but not of convolutions")
-    blocking: Blocking = Field(default=Blocking(), description="how matrices become blocks")
-    compile: bool = Field(default=False, description="compile the steps of each kind of stack, by Inductor")
+    view: View = Field(
+        default=Batches(),
+        description="rule by which entries of a parameter form matrices; default: the last two axes are matrices, "
+        "except of convolutions",
+    )
+    blocking: Blocking = Field(
+        default=Blocking(), description="rule by which axes of matrices are merged, and long axes are split into blocks"
+    )
+    compile: bool = Field(default=False, description="compile the steps of stacks into programs, by torch's Inductor")
 
     def stages(self, path: str = "") -> Iterator[tuple[str, Any]]:
         """Yield (dotted path, stage) of every stage, including stages inside other stages."""
@@ -173,11 +181,11 @@ class Route(UpdateRule):
     }
     name: PathName = Field(examples=["gates"], description="name of the route in paths")
     match: Match = Field(default=Match(), description="conditions on a parameter; default: every parameter")
-    lr_multiplier: float = Field(default=1.0, ge=0, description="factor on the group's learning rate")
+    lr_multiplier: float = Field(default=1.0, ge=0, description="factor on the learning rate of the param group")
     weight_decay: WeightDecay | None = Field(
         default=None, description="weight decay of these parameters; default: that of the recipe"
     )
-    optional: bool = Field(default=False, description="if true, it is no error that no parameter matches")
+    optional: bool = Field(default=False, description="true: it is no error if no parameter matches")
 
 
 def adam_route() -> Route:
@@ -213,32 +221,61 @@ class Recipe(UpdateRule):
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE | dict.fromkeys(
         loader_fields, "only a mapping or a file may have it, as in load_recipe({'base': 'soap', 'set': {...}})"
     )
-    name: str | None = Field(default=None, description="what reports call it")
-    about: str | None = Field(default=None, description="the paper and equations it follows")
-    lr: float = Field(default=1e-3, ge=0, description="learning rate where none is given, in units of the update")
-    width_scaling: WidthScalingField = Field(
-        default=None, validate_default=False, description="steps that fit other widths too: factors by role and shape"
+    name: str | None = Field(default=None, description="name of the recipe in reports")
+    about: str | None = Field(default=None, description="paper and equations that the recipe follows")
+    lr: float = Field(
+        default=1e-3,
+        ge=0,
+        description="learning rate, unless `compose` or a param group gives one; it multiplies the update",
     )
-    weight_decay: WeightDecay = Field(default=Decoupled(), description="decay of the parameters")
+    width_scaling: WidthScalingField = Field(
+        default=None,
+        validate_default=False,
+        description="factors on updates by role and shape, with which one learning rate fits models of other widths; "
+        "none: no factors",
+    )
+    weight_decay: WeightDecay = Field(default=Decoupled(), description="rule and rate of the decay of parameters")
     routes: Annotated[tuple[Route, ...], BeforeValidator(_routes, json_schema_input_type=_RouteInput)] = Field(
         default=(), description="rules in order, the first match wins; `default` stands for the Adam route"
     )
-    averaging: Averaging | None = Field(default=None, description="iterates beside parameters, and which is evaluated")
+    averaging: Averaging | None = Field(
+        default=None,
+        description="rule that keeps further iterates beside the parameters, and chooses the evaluated one; none: no "
+        "averaging",
+    )
     total_steps: int | None = Field(
-        default=None, ge=1, description="steps of the whole run, for what follows its fraction; runs of tasks know it"
+        default=None,
+        ge=1,
+        description="number of steps of the whole run; required by schedules with `fraction` and by stages that "
+        "depend on the fraction of the run; training of a task sets it",
     )
     storage: Annotated[dict[str, Quantizer], WithJsonSchema(_STORAGE)] = Field(
         default={}, description="how slots are stored: by role (statistic, root), stage path or stage path/slot"
     )
     expect: dict[str, ExpectationText] = Field(
-        default={}, description="what must reach a stage (path, name, kind) or a route: '>= 90% of parameters'"
+        default={},
+        description="bounds on the parameters that reach a stage (path, name or kind) or a route, such as '>= 90% of "
+        "parameters'",
     )
-    sam: SharpnessAware | None = Field(default=None, description="gradients of a neighborhood; steps need a closure")
-    line_search: LineSearch | None = Field(default=None, description="steps as long as losses allow; with a closure")
-    graph: bool = Field(default=False, description="capture steps in CUDA graphs, which check themselves at first use")
-    failure: Failure = Field(default=Failure(), description="what happens when numbers go wrong")
+    sam: SharpnessAware | None = Field(
+        default=None,
+        description="gradients at a point near the parameters instead of at them; steps need a closure; none: off",
+    )
+    line_search: LineSearch | None = Field(
+        default=None, description="shorten each step until the loss falls enough; steps need a closure; none: off"
+    )
+    graph: bool = Field(
+        default=False,
+        description="capture steps in CUDA graphs and replay them; the first replay of a graph is checked against a "
+        "step without the graph",
+    )
+    failure: Failure = Field(
+        default=Failure(), description="treatment of gradients that are not finite, of roots that fail, and of spikes"
+    )
     distribution: Distribution = Field(
-        default=Distribution(), validate_default=False, description="how ranks divide work, with equal results"
+        default=Distribution(),
+        validate_default=False,
+        description="division of the work over ranks, which does not change results",
     )
 
     @model_validator(mode="after")

@@ -313,11 +313,15 @@ class Match(Component):
 
     module: Strings = Field(default=(), description="class names of the owning module or its bases, e.g. Linear")
     name: Strings = Field(default=(), description="regular expressions searched in the parameter's qualified name")
-    role: Roles = Field(default=(), description="roles, as `eigengraft show` prints them")
-    ndim: AxisCounts = Field(default=(), description="numbers of axes")
-    min_size: int | None = Field(default=None, ge=0, description="least number of elements")
-    max_size: int | None = Field(default=None, ge=0, description="largest number of elements")
-    pair: bool | None = Field(default=None, description="whether it is one of two factors of a product, as in LoRA")
+    role: Roles = Field(default=(), description="roles of parameters, as `eigengraft show` prints them")
+    ndim: AxisCounts = Field(default=(), description="numbers of axes of the parameter")
+    min_size: int | None = Field(default=None, ge=0, description="least number of entries of the parameter")
+    max_size: int | None = Field(default=None, ge=0, description="largest number of entries of the parameter")
+    pair: bool | None = Field(
+        default=None,
+        description="true: the parameter is one of the two factors of a product, as in LoRA; false: it is not; none: "
+        "either",
+    )
     min_axis: int | None = Field(default=None, ge=1, description="least length of the longest axis")
 
     @field_validator("name")

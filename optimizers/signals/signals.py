@@ -314,7 +314,7 @@ def _reduced(values: Tensor, how: str) -> Tensor:
 
 
 PER_STACK = frozenset(PROVIDERS)
-"""Signals that are computed for each stack while it is stepped."""
+"""Signals whose values are computed separately for each stack, when the stack is updated."""
 OWN = PER_STACK | PARTNER | {"parameter", "step_fraction", "gradient_norm"}
 """Signals that the optimizer computes itself. All other signals are provided by the user or by watched models."""
 

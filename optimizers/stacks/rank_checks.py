@@ -285,7 +285,8 @@ class RankSurvey:
     """
 
     gathered: ClassVar[dict[int, Tensor]] = {}
-    """Gradients that the check has copied into stacks. There are none, because blocks come from other ranks."""
+    """Gradients that the check has copied into stacks, by number of the stack. The mapping is always empty here,
+    because with several ranks the blocks of a stack are received from other ranks."""
     names: Sequence[str]
     present: NDArray[np.bool_]
     sums: Mapping[str, Tensor]

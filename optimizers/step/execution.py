@@ -256,8 +256,8 @@ _SHAPES_OF_SIGNALS: Mapping[str, Callable[[StackState], tuple[int, ...]]] = {
     "input_matrix": lambda own: (len(own.stack.param_ids), *2 * own.stack.block[-1:]),
     "output_matrix": lambda own: (len(own.stack.param_ids), *2 * own.stack.block[-2:-1]),
 }
-"""Shape of a signal in a compiled program of a stack, by the extent of the signal (one number, one number for each
-parameter, ...).
+"""Functions that return the shape of a signal in a compiled program of a stack, by the extent of the signal ("step":
+one number, "parameter": one number for each parameter, ...).
 
 A stage that requests a signal of another extent cannot be compiled."""
 

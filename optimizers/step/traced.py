@@ -48,8 +48,9 @@ _PROGRESS_AFTER = 1.0
 """Duration of a compilation, in seconds, after which the log names the program. Loading a program from the cache on
 disk takes less."""
 _SPAN = 64
-"""Number of steps whose numbers are computed together. If each step computed its numbers alone, this would take a tenth
-of the time of a small model's step (measured)."""
+"""Number of successive steps for which the numbers that depend on the step, such as bias corrections, are computed and
+uploaded together. If they were computed in each step alone, this would take a tenth of the time of a small model's step
+(measured)."""
 
 
 @dataclass(frozen=True)

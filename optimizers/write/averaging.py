@@ -248,10 +248,19 @@ class EMA(Averaging):
     kind: Literal["ema"] = "ema"
     decay: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean, per averaged iterate")
     every: int = Field(default=1, ge=1, description="updates between averaged iterates, nu")
-    start: int | None = Field(default=None, ge=1, description="update of the first averaged iterate; default: nu")
-    bias_correction: bool = Field(default=True, description="start from zero and divide by the sum of the weights")
-    weight: float = Field(default=1.0, gt=0, le=1, description="weight of the mean in what is evaluated")
-    inner: Averaging | None = Field(default=None, description="iterates below, which are averaged; default: none")
+    start: int | None = Field(
+        default=None, ge=1, description="number of the update after which the first iterate is averaged; default: nu"
+    )
+    bias_correction: bool = Field(
+        default=True, description="start the mean from zero, and divide it by the sum of its weights"
+    )
+    weight: float = Field(
+        default=1.0, gt=0, le=1, description="weight w of the mean in the evaluated iterate; W has the weight 1 - w"
+    )
+    inner: Averaging | None = Field(
+        default=None,
+        description="averaging whose evaluated iterate is averaged; none: the parameter itself is averaged",
+    )
 
     @model_validator(mode="after")
     def _inner_has_no_mean(self) -> Self:
@@ -327,9 +336,15 @@ class LAWA(Averaging):
     """
 
     kind: Literal["lawa"] = "lawa"
-    window: int = Field(default=5, ge=1, description="iterates in the queue, K; each takes a parameter's memory")
-    every: int = Field(default=1, ge=1, description="updates between iterates of the queue, nu")
-    start: int | None = Field(default=None, ge=1, description="update of the first one; default: nu")
+    window: int = Field(
+        default=5, ge=1, description="number K of iterates in the queue; each takes a parameter's memory"
+    )
+    every: int = Field(default=1, ge=1, description="number nu of updates from one iterate in the queue to the next")
+    start: int | None = Field(
+        default=None,
+        ge=1,
+        description="number of the update after which the first iterate enters the queue; default: nu",
+    )
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
         return {"queue": Slot((self.window, *shape), role="iterate")}
@@ -366,7 +381,10 @@ z_apart: z decays first, and y changes only by the step without decay, as in Dis
 
 The field `placed` of a decay has an effect only with z.
 """
-_DECAY = "where weight decay is taken: z, y, or z_apart (z decays, y and x do not follow it, as Distributed Shampoo)"
+_DECAY = (
+    "iterate at which weight decay is computed: z, y, or z_apart (z decays, and y and x do not follow, as in "
+    "Distributed Shampoo)"
+)
 
 
 class BaseAndAverage(Averaging, ABC):

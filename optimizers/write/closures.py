@@ -179,8 +179,8 @@ class SharpnessAware(Component):
     which does not depend on the scale of parameters. If G has entries that are not finite, E is 0.
     """
 
-    rho: float = Field(default=0.05, gt=0, description="length of E; of E / |W|, if adaptive")
-    adaptive: bool = Field(default=False, description="measure E in units of the parameters")
+    rho: float = Field(default=0.05, gt=0, description="length of E; with `adaptive`, of E / |W|")
+    adaptive: bool = Field(default=False, description="true: E is relative to the size of each entry of W")
 
     @contextmanager
     def perturbed(self, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -256,9 +256,11 @@ class LineSearch(Component):
     """
 
     sufficient: float = Field(default=0.1, ge=0, lt=1, description="fraction of the decrease along G that is required")
-    shrink: float = Field(default=0.5, gt=0, lt=1, description="factor from one trial to the next")
-    grow: float = Field(default=2.0, ge=1, description="factor from the last step's s to the first trial")
-    trials: int = Field(default=10, ge=1, description="most calls of the closure after the step")
+    shrink: float = Field(default=0.5, gt=0, lt=1, description="factor from one trial s to the next")
+    grow: float = Field(
+        default=2.0, ge=1, description="largest ratio of the first trial s to the s of the previous step"
+    )
+    trials: int = Field(default=10, ge=1, description="largest number of calls of the closure after the step")
 
     def require_line(self, recipe: Any) -> None:
         """Raise ValueError if a part of the recipe moves parameters off the line from W to W - D."""

@@ -209,7 +209,7 @@ class Hyperball(Constraint):
     """
 
     kind: Literal["hyperball"] = "hyperball"
-    relative: bool = Field(default=True, description="scale U to the norm of W first; false: U stays as it is")
+    relative: bool = Field(default=True, description="true: scale U to the norm of W first; false: U stays as it is")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, Slot]:
         return {"radius": Slot((), role="iterate")}
@@ -254,7 +254,7 @@ class Polar(Constraint):
     """
 
     kind: Literal["polar"] = "polar"
-    solver: PolarSolver = Field(default=NewtonSchulz(), description="how the polar factor is computed")
+    solver: PolarSolver = Field(default=NewtonSchulz(), description="solver that computes the polar factor")
 
     def retract(
         self, slots: Slots, parameters: Tensors, updates: Tensors, moved: Tensors, context: ConstraintContext
@@ -276,8 +276,15 @@ class QKClip(Constraint):
     """
 
     kind: Literal["qk_clip"] = "qk_clip"
-    bound: float = Field(default=100.0, gt=0, description="largest logit that changes nothing")
-    power: float = Field(default=0.5, gt=0, le=1, description="power of the factor that multiplies this weight")
+    bound: float = Field(
+        default=100.0, gt=0, description="largest logit S_h with which the weights of a head do not change"
+    )
+    power: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="exponent of the factor min(1, bound / S_h); 1/2 for weights of queries and of keys",
+    )
     requires_some: ClassVar[frozenset[str]] = frozenset({"max_logit"})
 
     def shardable(self, whole_rows: bool) -> bool:

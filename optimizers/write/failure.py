@@ -36,10 +36,15 @@ class Spike(Component):
         description="the value that is compared: gradient_norm: the norm of all usable gradients together; loss: the "
         "loss of the closure of `step`, or of `provide`, as the mean over ranks",
     )
-    window: int = Field(default=128, ge=2, description="number of values of which mean and deviation are computed")
-    sigmas: float = Field(default=6.0, gt=0, description="standard deviations above the mean, beyond which is a spike")
+    window: int = Field(default=128, ge=2, description="number n of values from which mean and deviation are computed")
+    sigmas: float = Field(
+        default=6.0, gt=0, description="number of standard deviations above the mean beyond which a value is a spike"
+    )
     least: int | None = Field(
-        default=None, ge=2, description="values in the window before any step can be a spike; default: half of `window`"
+        default=None,
+        ge=2,
+        description="number of values that the window must have before a step can be a spike; default: half of "
+        "`window`",
     )
     then: Literal["skip", "scale", "clip"] = Field(
         default="skip",
@@ -77,8 +82,9 @@ class Failure(Component):
     )
     detect: Literal["auto", "host", "device"] = Field(
         default="auto",
-        description="where gradients are checked: on the host (one read per step) or by masks on the device "
-        "(no read, more traffic, counted one step later); auto: host",
+        description="where gradients are checked: host: the host waits for one result in each step; device: the step "
+        "applies masks without waiting, with more memory traffic, and bad gradients are counted one step later; auto: "
+        "host",
     )
     spike: Spike | None = Field(
         default=None,

@@ -41,7 +41,9 @@ class Rounding(Constraint):
 
     kind: Literal["rounding"] = "rounding"
     rule: Literal["stochastic", "compensated", "split"] = Field(
-        default="compensated", description="rounding at random, or with a remainder of 16 or of 8 bits"
+        default="compensated",
+        description="stochastic: round at random; compensated, split: store the remainder, in 16 or in 8 bits for "
+        "each entry",
     )
     rounds: ClassVar[bool] = True
 

@@ -37,7 +37,7 @@ from eigengraft.numerics import (
 class WeightDecay(Component, ABC, family="weight_decay"):
     """A rule of weight decay with a rate. The `weight_decay` of a param group replaces the rate."""
 
-    rate: float = Field(default=0.0, ge=0, description="decay rate")
+    rate: float = Field(default=0.0, ge=0, description="decay rate; 0: no decay")
     number: ClassVar[tuple[str, str] | None] = ("decoupled", "rate")
     cautious: ClassVar[bool] = False
     """True if the decay is limited to entries whose update points towards zero."""
@@ -90,7 +90,9 @@ class Decoupled(WeightDecay):
     """
 
     kind: Literal["decoupled"] = "decoupled"
-    placed: Literal["before", "after"] = Field(default="before", description="decay W before or after the update")
+    placed: Literal["before", "after"] = Field(
+        default="before", description="whether W decays before or after lr U is subtracted"
+    )
 
     @property
     def after(self) -> bool:

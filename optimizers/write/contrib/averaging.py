@@ -35,9 +35,15 @@ class EMANesterov(Averaging):
     kind: Literal["ema_nesterov"] = "ema_nesterov"
     beta: float = Field(default=0.99, ge=0, lt=1, description="decay of the mean D of steps, per update")
     ahead: float = Field(default=0.3, gt=0, le=1, description="how far y is ahead of W, in units of D")
-    follow_lr: bool = Field(default=False, description="multiply `ahead` by the learning rate over its peak")
-    start: int = Field(default=0, ge=0, description="updates before the first look-ahead")
-    stop: int | None = Field(default=None, ge=1, description="updates before the last one; default: it never ends")
+    follow_lr: bool = Field(
+        default=False, description="multiply `ahead` by lr / peak, with the peak of the learning rate"
+    )
+    start: int = Field(default=0, ge=0, description="number of updates before the first look-ahead")
+    stop: int | None = Field(
+        default=None,
+        ge=1,
+        description="number of the last update whose gradient is computed at a look-ahead; none: no last one",
+    )
 
     @model_validator(mode="after")
     def _some_look_ahead(self) -> Self:
@@ -89,8 +95,8 @@ class Anchored(Averaging):
 
     kind: Literal["anchored"] = "anchored"
     ahead: float = Field(default=0.45, gt=0, le=4, description="how far y is ahead of W, in units of W - M")
-    start: int = Field(ge=1, examples=[2100], description="update up to which there is no look-ahead")
-    full: int = Field(ge=2, examples=[2200], description="update from which on a_t is `ahead`")
+    start: int = Field(ge=1, examples=[2100], description="number t of the last update with a_t = 0")
+    full: int = Field(ge=2, examples=[2200], description="number t of the first update with a_t = `ahead`")
     inner: EMA = Field(default=EMA(), description="the mean, over W or over an `ema_nesterov`")
 
     @model_validator(mode="after")
