@@ -155,8 +155,8 @@ class Every(Cadence):
     min_wave_work: int = Field(
         default=8,
         ge=1,
-        description="least refresh work in one wave, in units of the costliest block: at least the number of ranks, so "
-        "that no rank waits for another; 1 for steps of the most equal cost",
+        description="least refresh work of one wave, in units of the costliest block: at least the number of ranks, "
+        "so that no rank waits for another; 1, so that all steps cost about the same",
     )
     delay: int = Field(
         default=0,

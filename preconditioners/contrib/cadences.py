@@ -38,8 +38,10 @@ class Probability(Cadence):
     start: int | None = Field(
         default=None, ge=1, description="update of the first refresh; default: as soon as the stage can"
     )
-    shared: bool = Field(default=False, description="one draw a step for all blocks, instead of one for each block")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="chooses among sequences of draws")
+    shared: bool = Field(
+        default=False, description="true: one draw in each step, for all blocks; false: one draw for each block"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the draws; another seed gives independent draws")
 
     @property
     def interval(self) -> float:

@@ -126,8 +126,8 @@ class SVD(PolarSolver):
     cutoff: float = Field(
         default=1.0,
         ge=0,
-        description="largest singular value that counts as a rounding error, in units of max(m, n) * machine epsilon * "
-        "the largest one",
+        description="largest singular value that counts as a rounding error, in units of max(m, n) * machine epsilon "
+        "* the largest singular value",
     )
 
     def polar(self, x: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ class ByDevice(Schedulable):
 
     by_device: bool = Field(
         default=False,
-        description="on an accelerator, use the fastest solver by `timings.json`, of those with the same result in "
-        "exact arithmetic",
+        description="true: on an accelerator, use the solver that is fastest by `timings.json`, among solvers with "
+        "the same result in exact arithmetic",
     )
 
     def choice(self, device: str, order: int, dtype: torch.dtype) -> str:

@@ -64,9 +64,9 @@ class Coupled(Iterative):
     )
     stop: Literal["near", "rise"] = Field(
         default="near",
-        description="which rises of the error end the iteration. near: only rises near I; rise: any rise, with the "
-        "iterate before it as the result. rise is the published rule; it also stops matrices that would converge, "
-        "which `retries` solve again",
+        description="near: a rise of the error ends the iteration only near I; rise: any rise ends it, and the "
+        "iterate before the rise is the result. rise is the published rule; it also stops matrices that would "
+        "converge, which `retries` solve again",
     )
     norm: Literal["frobenius", "max"] = Field(
         default="frobenius", description="norm of M - I that is the error; max: the largest absolute entry"

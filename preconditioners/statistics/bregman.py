@@ -54,7 +54,8 @@ class Bregman(Statistic):
         default="trace", description="divide a contribution by Tr(R^q), by the length of other axes, or by nothing"
     )
     first: Literal["rms", "identity"] = Field(
-        default="rms", description="matrix r I in place of a factor without data: r = RMS(G)^(2/k), or r = 1"
+        default="rms",
+        description="matrix r I that stands for a factor without data: rms: r = RMS(G)^(2/k); identity: r = 1",
     )
 
     @model_validator(mode="after")

@@ -40,12 +40,13 @@ class Cholesky(Structure):
 
     roles: ClassVar[tuple[str, ...]] = ("statistic", "root")
     kind: Literal["cholesky"] = "cholesky"
-    eps: float = Field(default=1e-6, gt=0, lt=1, description="ridge in units of the largest entry")
+    eps: float = Field(default=1e-6, gt=0, lt=1, description="ridge in units of the largest entry of A")
     error_feedback: float | None = Field(
         default=None,
         ge=0,
         lt=1,
-        description="decay b of the error that is fed back; 0: E is the last error; default: no feedback",
+        description="decay b of the accumulated error E; 0: E is the error of the last encoding; none: errors are not "
+        "fed back",
     )
 
     def shape_error(self, slot: Slot) -> str | None:

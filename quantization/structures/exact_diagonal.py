@@ -25,7 +25,9 @@ class ExactDiagonal(Structure):
     roles: ClassVar[tuple[str, ...]] = ("statistic", "root")
     kind: Literal["exact_diagonal"] = "exact_diagonal"
     symmetrize: bool = Field(
-        default=True, description="(A + A^T) / 2 after decoding; false: as Distributed Shampoo in JAX"
+        default=True,
+        description="true: the decoded matrix A is replaced by (A + A^T) / 2; false: it is not, as in Distributed "
+        "Shampoo in JAX",
     )
 
     @model_validator(mode="after")

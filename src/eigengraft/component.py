@@ -155,8 +155,8 @@ class Component(BaseModel, metaclass=ComponentType):
     family_name: ClassVar[str | None] = None
     members: ClassVar[dict[str, type[Component]]] = {}
     number: ClassVar[tuple[str, str] | None] = None
-    """For errors: (kind of a member, name of its field) that a user probably means who writes a number in place of a
-    component."""
+    """For errors about a number in place of a component: (kind of a member, name of its field). The error suggests this
+    member, with the number as the value of the field."""
     kind_advice: ClassVar[list[Callable[[str], str]]] = []
     """Functions that receive a kind that the family does not have, and return advice for the error, or "" for none."""
     elsewhere: ClassVar[Mapping[str, str]] = {}

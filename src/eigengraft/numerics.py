@@ -224,8 +224,8 @@ def block_norm(x: Tensor) -> Tensor:
 
 
 _SMALLER = 4096
-"""Entries below the largest entry of a block divided by this number do not change the norm of the block in float32. The
-squares of all larger entries must not underflow."""
+"""An entry of a block does not change the norm of the block in float32 if it is more than this many times smaller than
+the largest entry. The squares of all other entries must not underflow."""
 
 
 def signs(x: Tensor) -> Tensor:
@@ -484,14 +484,14 @@ JOINED = 1 << 12
 """Largest number of entries of a small tensor. A CPU is faster if it copies several small tensors into one, because it
 then calls fewer kernels. For larger tensors the copies take longer than the calls that they save (measured)."""
 JOINED_IN_KERNEL = 1 << 14
-"""Number of entries below which a CPU copies blocks into one tensor, if one call of a fused or compiled kernel then
-updates them all. One more tensor or call of such a kernel costs about as much as a copy of 2^14 entries."""
+"""Number of entries below which blocks are copied into one tensor on a CPU, if one call of a fused or compiled kernel
+then updates all of them. One more tensor or call of such a kernel costs about as much as a copy of 2^14 entries."""
 CHUNK_ENTRIES = 1 << 18
 """Number of entries of a parameter that a CPU updates or copies at a time. 2^18 was fastest: smaller chunks need more
 calls, and larger chunks do not fit into the cache."""
 VECTOR = 64
-"""A number that the number of entries of every vector register of a CPU divides. A kernel rounds all entries of a
-tensor alike if their number is a multiple of it, and may round the last entries of any other tensor differently."""
+"""A common multiple of the numbers of entries of all vector registers of CPUs. A kernel rounds all entries of a tensor
+alike if their number is a multiple of VECTOR, and may round the last entries of any other tensor differently."""
 
 
 def scale_tensors_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:

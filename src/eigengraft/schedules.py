@@ -33,11 +33,13 @@ class Segment(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True)
     start: float = Field(alias="from", description="the number at x = 0")
     end: float = Field(alias="to", description="the number at x = 1 and after")
-    steps: int | None = Field(default=None, ge=1, description="length of the segment in steps")
-    fraction: float | None = Field(
-        default=None, gt=0, le=1, description="length of the segment as a fraction of the run"
+    steps: int | None = Field(
+        default=None, ge=1, description="length of the segment in steps; none: `fraction` gives it"
     )
-    shape: Shape = Field(default="linear", description="how the number changes between `from` and `to`")
+    fraction: float | None = Field(
+        default=None, gt=0, le=1, description="length of the segment as a fraction of the run; none: `steps` gives it"
+    )
+    shape: Shape = Field(default="linear", description="shape of the change from `from` to `to`")
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

@@ -12,7 +12,7 @@ from .errors import did_you_mean
 Extent = Literal["step", "parameter", "entry", "input_matrix", "output_matrix", "outputs", "partner"]
 """Shapes of the values of signals. The docstring of `Signal` explains each."""
 Reduction = Literal["mean", "sum", "max"]
-"""Combinations of several values of a signal to one."""
+"""Ways in which the values of a signal of several ranks, or of several calls of `provide`, become one value."""
 
 
 @dataclass(frozen=True)

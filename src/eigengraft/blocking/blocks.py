@@ -458,17 +458,19 @@ class Blocking(Component):
     """The rule that cuts parameters into blocks. By default each matrix of a parameter is one block."""
 
     size: int | None = Field(
-        default=None, ge=1, description="longest axis of a block; longer axes are split; default: no splitting"
+        default=None,
+        ge=1,
+        description="longest axis of a block, in entries; longer axes are split; default: no splitting",
     )
     merge: int | None = Field(
         default=None,
         ge=1,
-        description="merge adjacent axes while their product is at most this; default: none",
+        description="merge adjacent axes while the product of their lengths is at most this; default: no merging",
     )
     merge_from: Literal["last", "first"] = Field(
-        default="last", description="whether merging starts at the last or the first axis"
+        default="last", description="axis at which merging starts: the last or the first"
     )
-    min_axes: int = Field(default=1, ge=1, description="merging stops when this number of axes is left")
+    min_axes: int = Field(default=1, ge=1, description="number of axes at which merging stops")
     drop_ones: bool = Field(
         default=True,
         description="remove axes of length 1 before merging; false: the weight of a layer with one input or one output "

@@ -122,7 +122,7 @@ class Matrices(View):
     )
     outputs: Literal["first", "last"] = Field(
         default="first",
-        description="which axis after the batch holds the outputs; last: the matrix is transposed, as GPT-2's Conv1D "
+        description="axis after the batch that holds the outputs; last: the matrix is transposed, as GPT-2's Conv1D "
         "stores it",
     )
     side: Literal["outputs", "inputs"] = Field(
@@ -136,7 +136,8 @@ class Matrices(View):
     groups: int = Field(
         default=1,
         ge=1,
-        description="how often the sections are repeated along the axis, such as once for each group of heads",
+        description="number of times that the sections are repeated along the axis, such as once for each group of "
+        "heads",
     )
     heads: int | Annotated[tuple[int, ...], Field(strict=False)] | None = Field(
         default=None,

@@ -234,8 +234,8 @@ class _Stream:
     """
 
     present = local()
-    """Thread-local object. Its attribute `stream` is the present stream of the thread. If it is not set, the first
-    stream is present."""
+    """Thread-local object. Its attribute `stream` is the current stream of the thread. If it is not set, `first` is the
+    current stream."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.asked, self._done, self._waiting, self._lock = 0, 0, deque[Callable[[], Any]](), RLock()
