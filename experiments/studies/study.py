@@ -233,7 +233,9 @@ class Study(Component):
     )
     larger: bool = Field(False, description="true: larger values of a metric val.NAME are better; false: smaller ones")
     target: Target | None = Field(
-        None, description="value of the metric; reports also compare the steps at which runs reach it"
+        None,
+        description="value of the metric; reports also compare the steps at which runs reach it; none: no such "
+        "comparison",
     )
     baseline: Labels = Field(
         default={},

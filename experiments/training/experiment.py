@@ -115,7 +115,9 @@ class Experiment(Component):
         description="'every N': the table of `inspect` is written to diagnostics.jsonl every N steps; none: no tables",
     )
     checkpoint_every: int = Field(default=100, ge=1, description="steps between checkpoints")
-    keep_checkpoint: bool = Field(default=True, description="whether a complete run keeps its last checkpoint")
+    keep_checkpoint: bool = Field(
+        default=True, description="true: a complete run keeps its last checkpoint; false: it keeps none"
+    )
     threads: int = Field(default=1, ge=1, description="CPU threads of torch; another number may change the last bits")
     device: DeviceName = Field(default="cpu", description="cpu, cuda or cuda:N")
     silence: tuple[str, ...] = Field(

@@ -247,7 +247,7 @@ class Recipe(UpdateRule):
         default=None,
         ge=1,
         description="number of steps of the whole run; required by schedules with `fraction` and by stages that "
-        "depend on the fraction of the run; training of a task sets it",
+        "depend on the fraction of the run; training of a task sets it; none: unknown",
     )
     storage: Annotated[dict[str, Quantizer], WithJsonSchema(_STORAGE)] = Field(
         default={}, description="how slots are stored: by role (statistic, root), stage path or stage path/slot"

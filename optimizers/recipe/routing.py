@@ -311,18 +311,25 @@ AxisCounts = Annotated[tuple[int, ...], BeforeValidator(as_tuple, json_schema_in
 class Match(Component):
     """Conditions on a parameter. All given conditions must hold. A list of values holds if one of them matches."""
 
-    module: Strings = Field(default=(), description="class names of the owning module or its bases, e.g. Linear")
+    module: Strings = Field(
+        default=(),
+        description="names of classes of the module that owns the parameter, or of their base classes, e.g. Linear",
+    )
     name: Strings = Field(default=(), description="regular expressions searched in the parameter's qualified name")
     role: Roles = Field(default=(), description="roles of parameters, as `eigengraft show` prints them")
     ndim: AxisCounts = Field(default=(), description="numbers of axes of the parameter")
-    min_size: int | None = Field(default=None, ge=0, description="least number of entries of the parameter")
-    max_size: int | None = Field(default=None, ge=0, description="largest number of entries of the parameter")
+    min_size: int | None = Field(
+        default=None, ge=0, description="least number of entries of the parameter; none: no bound"
+    )
+    max_size: int | None = Field(
+        default=None, ge=0, description="largest number of entries of the parameter; none: no bound"
+    )
     pair: bool | None = Field(
         default=None,
         description="true: the parameter is one of the two factors of a product, as in LoRA; false: it is not; none: "
         "either",
     )
-    min_axis: int | None = Field(default=None, ge=1, description="least length of the longest axis")
+    min_axis: int | None = Field(default=None, ge=1, description="least length of the longest axis; none: no bound")
 
     @field_validator("name")
     @classmethod

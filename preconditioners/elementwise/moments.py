@@ -51,7 +51,12 @@ class Momentum(Stage):
     kind: Literal["momentum"] = "momentum"
     beta: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment, per step")
     nesterov: bool = Field(default=False, description="look ahead: add the new direction a second time")
-    beta3: float | None = Field(default=None, ge=0, lt=1, description="weight b3 of m_old in the result")
+    beta3: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="weight b3 of m_old in the result; none: the result is m or, with `nesterov`, its look-ahead",
+    )
     bias_correction: bool = Field(default=True, description="divide by the sum of the weights so far")
 
     @model_validator(mode="after")

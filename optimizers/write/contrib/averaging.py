@@ -34,7 +34,7 @@ class EMANesterov(Averaging):
 
     kind: Literal["ema_nesterov"] = "ema_nesterov"
     beta: float = Field(default=0.99, ge=0, lt=1, description="decay of the mean D of steps, per update")
-    ahead: float = Field(default=0.3, gt=0, le=1, description="how far y is ahead of W, in units of D")
+    ahead: float = Field(default=0.3, gt=0, le=1, description="length of the look-ahead y - W, in units of D")
     follow_lr: bool = Field(
         default=False, description="multiply `ahead` by lr / peak, with the peak of the learning rate"
     )
@@ -94,7 +94,9 @@ class Anchored(Averaging):
     """
 
     kind: Literal["anchored"] = "anchored"
-    ahead: float = Field(default=0.45, gt=0, le=4, description="how far y is ahead of W, in units of W - M")
+    ahead: float = Field(
+        default=0.45, gt=0, le=4, description="final length of the look-ahead y - W, in units of W - M"
+    )
     start: int = Field(ge=1, examples=[2100], description="number t of the last update with a_t = 0")
     full: int = Field(ge=2, examples=[2200], description="number t of the first update with a_t = `ahead`")
     inner: EMA = Field(default=EMA(), description="the mean, over W or over an `ema_nesterov`")
