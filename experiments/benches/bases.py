@@ -64,6 +64,7 @@ class BasisBench(MatrixBench):
     threshold: float = Field(
         0.2, gt=0, description="largest ratio ||offdiag(B)||_F / ||B||_F with B = Q^T A Q that the advice accepts"
     )
+    made_fields: ClassVar[tuple[str, ...]] = (*MatrixBench.made_fields, "drift")
     candidate_field: ClassVar[str] = "solvers"
     columns: ClassVar[Mapping[str, Column]] = {
         "refresh": Column("number of refreshes before the measurement"),
@@ -88,6 +89,12 @@ class BasisBench(MatrixBench):
                     "a spectrum such as power_law"
                 )
         return spectra
+
+    def idle_fields(self) -> dict[str, str]:
+        found = {"steps": "the statistic of a `record` is that of `every` times the largest of `refreshes` steps"}
+        if self.checkpoint is not None:
+            found |= dict.fromkeys(("every", "beta"), "the statistic of a `checkpoint` is the same at every refresh")
+        return super().idle_fields() | found
 
     def problems(self) -> Sequence[Problem]:
         return [

@@ -372,7 +372,8 @@ def load_bench(kind: str, fields: Mapping[str, Any], quick: bool = False, more: 
     if quick and known is not None and issubclass(known, Bench):
         defaults = known.quick_fields
     if fields.get("checkpoint") is not None or fields.get("record") is not None:
-        defaults = {name: value for name, value in defaults.items() if name not in ("spectra", "sizes", "count")}
+        made = getattr(known, "made_fields", ())
+        defaults = {name: value for name, value in defaults.items() if name not in made}
     found = validated(Bench, {"kind": kind, **defaults, **fields}, "bench")  # type: ignore[type-abstract]
     if more:
         both = [*found.contenders(), *more]

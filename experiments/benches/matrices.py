@@ -406,11 +406,25 @@ class OwnMatrices(Bench, ABC):
 
     layer_field: ClassVar[str] = "layer"
     """Name of the field in which a row has the name of its layer."""
+    made_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of the matrices that the bench makes itself. They have no effect on the user's own matrices."""
+
+    @model_validator(mode="after")
+    def _no_idle_field(self) -> Self:
+        for name, reason in self.idle_fields().items():
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"{name}: has no effect, because {reason}; remove it")
+        return self
 
     @property
     def own(self) -> bool:
         """Return True if the matrices are the user's own."""
         return self.record is not None
+
+    def idle_fields(self) -> dict[str, str]:
+        """Return the names of fields that have no effect with the values of the other fields, each with the reason."""
+        reason = "the matrices are those of `checkpoint` or `record`"
+        return dict.fromkeys(self.made_fields, reason) if self.own else {}
 
     def recommended(self, where: Callable[[Row], str], **fields: Any) -> list[Recommendation]:
         """Return a list of one rule, by which the bench recommends its best candidate for each problem.
@@ -446,6 +460,7 @@ class MatrixBench(OwnMatrices, ABC):
     """A bench of components that accept symmetric positive semi-definite matrices."""
 
     layer_field: ClassVar[str] = "spectrum"
+    made_fields: ClassVar[tuple[str, ...]] = ("spectra", "sizes", "count")
 
     spectra: Listed[Spectrum] = Field(default_factory=default_spectra, description="spectra of the measured matrices")
     sizes: PositiveInts = Field((16, 64, 128), description="d of the matrices d x d")
@@ -465,19 +480,14 @@ class MatrixBench(OwnMatrices, ABC):
     def _one_source(self) -> Self:
         if self.checkpoint is not None and self.record is not None:
             raise ValueError("checkpoint cannot be combined with record; give one source of matrices")
-        fields = type(self).model_fields
-        for name in ("spectra", "sizes", "count") if self.own else ():
-            if getattr(self, name) != fields[name].get_default(call_default_factory=True):
-                raise ValueError(
-                    f"{name} cannot be combined with checkpoint or record, whose matrices are fixed; remove it"
-                )
-        if self.record is None and self.steps != fields["steps"].default:
-            raise ValueError("steps has no effect without record; give record or remove steps")
         return self
 
     @property
     def own(self) -> bool:
         return self.checkpoint is not None or self.record is not None
+
+    def idle_fields(self) -> dict[str, str]:
+        return super().idle_fields() | ({} if self.record else {"steps": "`record` names no run"})
 
     def sources(self) -> list[MatrixSource]:
         """Return where test matrices come from: each spectrum in each size, or the statistics of each of the user's own

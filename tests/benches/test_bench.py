@@ -153,7 +153,12 @@ WRONG = {
     "no run": (["roots", "--record", "."], ["'.'"]),
     "two sources": (["roots", "--from", "a", "--record", "b"], ["checkpoint", "record"]),
     "sizes of own matrices": (["roots", "--from", "a", "sizes=[8]"], ["sizes", "checkpoint"]),
-    "steps of no run": (["roots", "steps=5"], ["steps", "record"]),
+    "steps of no run": (["roots", "steps=5"], ["bench.steps: ", "record"]),
+    "steps of no run of gradients": (["polar", "steps=5"], ["bench.steps: ", "record"]),
+    "shapes of own gradients": (["polar", "--record", "a", "shapes=8x8"], ["bench.shapes: ", "record"]),
+    "steps of another name": (["bases", "--record", "a", "steps=5"], ["bench.steps: ", "every", "refreshes"]),
+    "drift of own matrices": (["bases", "--record", "a", "drift=0.1"], ["bench.drift: ", "record"]),
+    "interval of a checkpoint": (["bases", "--from", "a", "every=5"], ["bench.every: ", "checkpoint"]),
     "matrices of no bench": (["storage", "--from", "a"], ["--from", "storage", "roots"]),
     "gradients of a checkpoint": (["statistics", "--from", "a"], ["--from", "statistics", "roots"]),
 }
