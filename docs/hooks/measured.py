@@ -164,6 +164,31 @@ def numbers_text() -> str:
     return f'{{"card": {json.dumps(gpu().card)}, "recipes": {{\n' + ",\n".join(lines) + "\n}}\n"
 
 
+FIRST_CHOICE = ("adamw", "shampoo", "soap", "soap_fitted", "soap_int8", "soap_muon", "muon", "muon_8bit")
+"""Recipes that the front page compares."""
+TASK_TITLES = {
+    "python": "GPT, Python code",
+    "documentation": "GPT, English",
+    "digits": "CNN, digits",
+    "burgers": "PINN, Burgers",
+    "sorting": "seq2seq, sorting",
+}
+"""Titles of the laptop track's tasks on the front page."""
+
+
+def steps_table(link: Callable[[str], str]) -> str:
+    """Return the table of the front page: steps to the targets of the laptop track, time of a step, bytes of state.
+
+    link: function that returns the target of the link to a recipe.
+    """
+    now = track()
+    rows = []
+    for name in FIRST_CHOICE:
+        steps = [steps_of(task_scores(name)[task]) for task in TASK_TITLES]
+        rows.append([f"[`{name}`]({link(name)})", *steps, f"{now.costs[COUNTED][name]:.2f}", f"{memory(name):.1f}"])
+    return table(["recipe", *TASK_TITLES.values(), "time of a step", "bytes of state"], rows)
+
+
 def goals_table(link: Callable[[str], str]) -> str:
     """Return the table of goals, with the numbers of each recipe that is named.
 
