@@ -85,7 +85,7 @@ def step_of(method: str, times: Sequence[float]) -> float:
 
 def markdown(found: Mapping[str, Any]) -> str:
     """A row a method: milliseconds of gradient and update, and that over the same with SGD."""
-    lines = [f"Milliseconds of a gradient and an update: {found['made']}.", ""]
+    lines = [f"Times of a gradient and of an update are in milliseconds ({found['made']}).", ""]
     for one in found["measured"]:
         sgd = one["gradient"] + one["updates"]["sgd"]
         lines += [f"`{one['study']}`: the gradient takes {one['gradient']:.2f}.", ""]
