@@ -1,8 +1,8 @@
-"""Say how large the updates of SOAP's matrices are under two transports, and with which loss they end: rates.yaml.
+"""Measure the sizes of the updates of SOAP's matrices, and the losses, with two transports: the runs of rates.yaml.
 
-Legend: m, v the moments of a matrix in the basis, u = m / sqrt(v) its update by the learning rate, without decay.
-even: sum over steps of lr * sqrt(mean u^2). energy: sum over steps of lr * sqrt(sum w u^2 / sum w), w = sqrt(v), the
-size in the entries that hold the gradient. Both are means over the matrices.
+Legend: m and v are the moments of a matrix in the basis. u = m / sqrt(v) is its update divided by the learning rate,
+without decay. Two sizes are sums over steps and means over matrices: even sums lr * sqrt(mean u^2), and energy sums
+lr * sqrt(sum w u^2 / sum w) with w = sqrt(v), in which entries with large gradients have large weights.
 
     python sizes.py OUT     trains, and writes OUT/rates.json, one row a run, and OUT/sizes.svg
     python sizes.py OUT --drawn     draws OUT/sizes.svg from OUT/rates.json
@@ -35,13 +35,16 @@ BETA = 0.95
 
 
 def update_sizes(m: torch.Tensor, v: torch.Tensor, step: int) -> tuple[float, float]:
-    """sqrt(mean u^2) and sqrt(sum w u^2 / sum w) of raw running means after that many steps."""
+    """Return sqrt(mean u^2) and sqrt(sum w u^2 / sum w) for u = m / sqrt(v) and w = sqrt(v).
+
+    m, v: running means after `step` steps, which are not yet corrected for bias.
+    """
     squares, w = m.square() / (v * (1 - BETA**step)).clamp_min(1e-30), v.sqrt()
     return float(squares.mean().sqrt()), float(((w * squares).sum() / w.sum().clamp_min(1e-30)).sqrt())
 
 
 def measure(run: PlannedRun) -> Row:
-    """One run with the sizes of its updates."""
+    """Train one run, and return its row with the loss and the sizes of its updates."""
     sums = {"even": 0.0, "energy": 0.0}
     matrices: set[int] = set()
 
@@ -66,7 +69,10 @@ def measure(run: PlannedRun) -> Row:
 
 
 def means(rows: list[Row]) -> list[tuple[str, str, float, float, float]]:
-    """(case, transport, loss, even, energy), means over seeds, in the order of the rows."""
+    """Return (case, transport, loss, even, energy) for each case and transport, in the order of the rows.
+
+    The three numbers are means over seeds.
+    """
     cells = dict.fromkeys((row["case"], row["transport"]) for row in rows)
     own = {cell: [row for row in rows if (row["case"], row["transport"]) == cell] for cell in cells}
     keys = ("val_loss", "even", "energy")
@@ -78,7 +84,7 @@ def means(rows: list[Row]) -> list[tuple[str, str, float, float, float]]:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """A line for each rate of the matrices and transport."""
+    """Return the lines of a table, with a row for each learning rate of the matrices and each transport."""
     lines = ["| rate of the matrices | transport | loss | size, even | size, by energy |", "|" + " --- |" * 5]
     for case, transport, *numbers in means(rows):
         cells = [case.removeprefix("matrices-"), transport, *(f"{x:.3f}" for x in numbers)]
@@ -87,7 +93,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Loss against the size of updates, counted in two ways."""
+    """Draw the loss against the size of updates, by both definitions of this size."""
     figure = Figure(figsize=(9.0, 3.4), layout="constrained")
     titles = ("RMS of the update, every entry alike", "RMS of the update, entries by √v")
     for index, title in enumerate(titles):

@@ -1,12 +1,12 @@
-"""One gradient 1e4 times too large in the training of a small language model, and the size of the updates after it.
+"""Multiply one gradient in the training of a small language model by 1e4, and measure the updates after it.
 
 size(t) = max over the matrices W of the transformer blocks of  RMS((W_t - W_(t+1)) / lr_t),  without weight decay.
 ratio   = max of size over the spike's step and the `WINDOW` after it / max of size over the `WINDOW` steps before it.
 
-The largest size is compared with the largest, over windows of equal length. Rows also hold the ratios to the median
-before, which is stricter (it exceeds 1 without any spike), and to the last step before. A gradient that outweighs all
-others makes every entry of Adam's update sqrt(1 - b), 0.224 for b = 0.95, in any fixed basis. Larger updates come from
-changes of the basis.
+The two maxima are over windows of about equal length. Rows also have two other ratios: that to the median size before
+the spike, which is stricter (it exceeds 1 without any spike), and that to the size of the last step before the spike.
+After a gradient that outweighs all others, every entry of Adam's update is sqrt(1 - b) in any fixed basis: 0.224 for
+b = 0.95. Larger updates result from changes of the basis.
 
     python papers/basis_transport/spike.py DIRECTORY          36 runs; writes spike.jsonl and spike.svg
     python papers/basis_transport/spike.py DIRECTORY --quick  six short runs of a smaller model

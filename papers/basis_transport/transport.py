@@ -1,4 +1,4 @@
-"""Say which transport of second moments trains best, from the runs of study.yaml.
+"""Compare the losses of three transports of second moments, from the runs of study.yaml.
 
 Loss is that on the validation data at the end of a run, in nats. Differences are between runs of one seed.
 
@@ -34,7 +34,7 @@ TRAINING = "train_loss"
 
 
 def collect(directory: Path) -> list[Row]:
-    """One row per run of a study. Raises ValueError where a run is not finished."""
+    """Return a row for each run of a study. Raises ValueError if a run is not finished."""
     rows = []
     for run in read_records(directory).runs:
         if not run.result:
@@ -46,19 +46,22 @@ def collect(directory: Path) -> list[Row]:
 
 
 def losses(rows: list[Row], task: str, transport: str, case: str, key: str = "val_loss") -> list[float]:
-    """Losses by ascending seed; infinite where a run diverged."""
+    """Return the losses of the runs by ascending seed. The loss of a run that diverged is infinite."""
     wanted = (task, transport, case)
     found = {row["seed"]: row[key] for row in rows if (row["task"], row["transport"], row["case"]) == wanted}
     return [math.inf if found[seed] is None else found[seed] for seed in sorted(found)]
 
 
 def names(rows: list[Row], key: str) -> list[str]:
-    """The values of a label in the order of the study."""
+    """Return the values of the label `key`, in the order of the study."""
     return list(dict.fromkeys(row[key] for row in rows))
 
 
 def table(rows: list[Row], task: str) -> list[str]:
-    """Mean losses by case, and the differences of marginals, seed by seed: mean, least and largest."""
+    """Return the lines of a table of mean losses by case, with the differences of marginals from the other rules.
+
+    Differences are between runs with the same seed. The table has their mean, the least and the largest.
+    """
     heads = ["case", *RULES, "marginals - exact", "marginals - permute"]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for case in names(rows, "case"):
@@ -91,7 +94,10 @@ def training_table(rows: list[Row], task: str) -> list[str]:
 
 
 def paired_table(rows: list[Row]) -> list[str]:
-    """Differences of marginals to the other rules that were run, seed by seed: mean and 95 % interval (Student)."""
+    """Return the lines of a table of the differences of marginals from the other rules that were run.
+
+    Differences are between runs with the same seed. The table has their mean and its 95 % interval (Student).
+    """
     rules = [rule for rule in RULES if rule in names(rows, "transport")]
     heads = ["case", "seeds", *rules, *(f"marginals - {rule}" for rule in rules[:-1])]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
@@ -108,7 +114,7 @@ def paired_table(rows: list[Row]) -> list[str]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table for each task."""
+    """Return the page with a table for each task."""
     text = [
         "The tables have the mean validation loss over the seeds at the end of training, in nats. Differences are "
         "those of runs with the same seed: mean (least to largest).",
@@ -127,7 +133,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Loss against learning rate, one panel for each task; lines are means, points are seeds."""
+    """Draw loss against learning rate, with a panel for each task. Lines are means over seeds, and points are seeds."""
     tasks = names(rows, "task")
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     for index, task in enumerate(tasks):

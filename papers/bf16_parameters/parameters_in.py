@@ -1,4 +1,4 @@
-"""A task whose parameters are kept in a dtype of choice, while everything is computed in float32."""
+"""A task whose parameters are stored in a chosen dtype, while the model computes in float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from eigengraft.experiments.tasks import Dataset, Task
 
 
 class ParametersIn(Task):
-    """A task with parameters and gradients in a dtype, and products in float32, so that writes alone are rounded."""
+    """A task with parameters and gradients in a chosen dtype, and products in float32.
+
+    Only writes to parameters are rounded.
+    """
 
     kind: Literal["parameters_in"] = "parameters_in"
     task: Task = Field(description="what is trained")
@@ -29,7 +32,7 @@ class ParametersIn(Task):
 
 
 class InFloat32(nn.Module):
-    """A model that computes in float32, whatever its parameters are kept in."""
+    """A model that computes in float32, whatever the dtype of its parameters is."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

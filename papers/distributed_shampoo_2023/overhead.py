@@ -1,13 +1,14 @@
-"""What steps of Distributed Shampoo cost beside the gradient: operations counted, milliseconds of ranks measured.
+"""Compare the cost of a step of Distributed Shampoo with that of the gradient, by operations and by milliseconds.
 
 The paper (Shi et al. 2023, arXiv:2309.06497, abstract) reports at most 10 % more time for a step than with a diagonal
-method. Operations come from plans, for ResNet-50 at 224 x 224 and the matrices of a transformer of 1.2 billion
-parameters; the gradient takes six for each parameter and token, or place of a convolution. Seconds are computed from
-them and from the bytes of messages with the data sheet of a V100. Milliseconds are of the threads that compute in gloo
-processes of this machine: neither messages nor waiting count.
+method. Operations are counted by plans, for ResNet-50 at 224 x 224 and for the matrices of a transformer with 1.2
+billion parameters. The gradient is counted as six operations for each parameter and token, or for each parameter and
+place of a convolution. Seconds are computed from operations and bytes of messages, with the data sheet of a V100.
+Milliseconds are measured in gloo processes on this machine, for the threads that compute, so that messages and waiting
+do not count.
 
     python overhead.py            writes results/overhead.json and results/overhead.md
-    python overhead.py --counted  counts anew and keeps the milliseconds
+    python overhead.py --counted  counts again and keeps the stored milliseconds
 """
 
 from __future__ import annotations
@@ -42,21 +43,22 @@ Layer = tuple[Shape, int]
 """The shape of a parameter, and how often each of its entries is used for one example."""
 REFRESH = "update.graft.direction.shampoo.refresh"
 RATE = 15.7e12
-"""Operations a second in float32, the peak of a V100 SXM2 (data sheet)."""
+"""Peak speed of a V100 SXM2 in float32, in operations a second (data sheet)."""
 LINKS = {1: float("inf"), 8: 150e9, 64: 12.5e9}
-"""Bytes a second into a GPU by ranks: NVLink, one direction, in a machine of 8 (data sheet); a 100 Gb/s adapter."""
+"""Speed of messages into a GPU in bytes a second, by number of ranks: for 8 ranks, one direction of NVLink in a
+machine (data sheet); for 64 ranks, a network adapter of 100 Gb/s."""
 TOKENS = (512, 2048, 8192)
-"""Tokens that every rank of the measurement has in a step."""
+"""Numbers of tokens of one rank in a step, in the measurement."""
 
 
 def shampoo(block: int, interval: int) -> Recipe:
-    """The reference recipe with blocks of a side and roots of every so many steps."""
+    """Return the reference recipe with blocks of side `block`, and with new roots every `interval` steps."""
     choices = [f"blocking.size={block}", f"blocking.merge={block}", f"{REFRESH}.steps={interval}"]
     return load_recipe("reference/distributed_shampoo", choices)
 
 
 def resnet50(classes: int = 1000) -> Iterator[Layer]:
-    """ResNet-50 for 224 x 224 images."""
+    """Yield the layers of ResNet-50 for images of 224 x 224."""
 
     def convolution(out: int, into: int, size: int, side: int) -> Iterator[Layer]:
         yield (out, into, size, size), side * side
@@ -78,18 +80,18 @@ def resnet50(classes: int = 1000) -> Iterator[Layer]:
 
 
 def transformer(width: int, layers: int) -> Iterator[Layer]:
-    """The matrices of a transformer, each of which every token uses once."""
+    """Yield the matrices of a transformer. Every token uses each of them once."""
     for _ in range(layers):
         for out, into in ((3, 1), (1, 1), (4, 1), (1, 4)):
             yield (out * width, into * width), 1
 
 
 MODELS = {"ResNet-50": (list(resnet50()), 32, "images"), "transformer": (list(transformer(2048, 24)), 8192, "tokens")}
-"""Layers, and how many examples each rank has in a step."""
+"""Layers of each model, the number of examples of one rank in a step, and the unit of this number."""
 
 
 def counted(model: str, block: int, interval: int, ranks: int) -> dict[str, Any]:
-    """Operations of a step of the rank that has most, beside those of its gradient."""
+    """Return a row with the operations of a step and of the gradient, for the rank with the most operations."""
     layers, examples, unit = MODELS[model]
     named = [(f"p{i}", shape) for i, (shape, _) in enumerate(layers)]
     planned = plan(shampoo(block, interval), named, (ranks,), "ddp")
@@ -101,13 +103,19 @@ def counted(model: str, block: int, interval: int, ranks: int) -> dict[str, Any]
 
 
 def seconds_over(row: dict[str, Any]) -> float:
-    """Time of a step, operations and then messages, over that of its gradient, on the hardware of the data sheets."""
+    """Return the time of a step of the optimizer, divided by the time of the gradient, by the data sheets.
+
+    The time of the step is that of its operations, and then that of its messages, without overlap.
+    """
     step = row["step"] / RATE + row["received"] / LINKS[row["ranks"]]
     return float(step * RATE / row["gradient"])
 
 
 def gradient_ms(shapes: list[Shape], tokens: int, repeats: int = 5) -> float:
-    """Median milliseconds of one thread for the three products of every matrix on as many rows as tokens."""
+    """Return the milliseconds of one thread for the three products of every matrix with `tokens` rows.
+
+    They are the product of forward and the two products of backward. The result is the median of `repeats` times.
+    """
 
     def products(matrix: Tensor) -> None:
         x, g = torch.ones(tokens, matrix.shape[1]), torch.ones(tokens, matrix.shape[0])
@@ -191,12 +199,15 @@ def _milliseconds(job: RankJob) -> list[float]:
 
 
 def path_of(busy: Sequence[Sequence[float]]) -> float:
-    """The critical path of a step: the mean over steps of the longest time of any rank."""
+    """Return the length of the critical path of a step: the longest time of all ranks, as a mean over steps."""
     return fmean(max(step) for step in zip(*busy, strict=True))
 
 
 def measured() -> list[dict[str, Any]]:
-    """Milliseconds of a step on 1, 2 and 4 ranks, the longest of any rank, for AdamW and four choices of Shampoo."""
+    """Return rows of milliseconds of a step on 1, 2 and 4 ranks, for AdamW and for four choices of Shampoo.
+
+    The time of a step is that of the rank with the longest time.
+    """
     shapes = [shape for shape, _ in transformer(256, 2)]
     named = tuple((f"p{i}", shape) for i, shape in enumerate(shapes))
     choices = ((1024, 10), (1024, 50), (256, 10), (256, 50))
@@ -213,7 +224,7 @@ def measured() -> list[dict[str, Any]]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """Tables of operations that were counted and milliseconds that were measured."""
+    """Return the page with the tables of counted operations and of measured milliseconds."""
     head = "| model | parameters | a rank's examples | block | roots every | ranks | step, TFLOP | of gradient | state "
     head += "| updates received | of the gradient's time |"
     about = "Operations of a step of the optimizer were counted for the rank with the most work. *Of gradient*: these "
@@ -239,7 +250,10 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def shares_table(measured: list[dict[str, Any]]) -> list[str]:
-    """How much longer a step with Shampoo takes than one with AdamW, by block, interval, tokens and ranks."""
+    """Return the lines of a table of the additional time of a step with Shampoo, in percent of a step with AdamW.
+
+    It has a row for each block size, interval and number of tokens, and a column for each number of ranks.
+    """
     shares: dict[tuple[int, int, str], list[str]] = {}
     for row in measured:
         for tokens, ms in row["gradient"].items():

@@ -1,8 +1,9 @@
-"""Table of the studies of this folder: losses by delay, and differences to no delay with the same seed.
+"""Write the table of a study of this folder: losses without a delay, and differences from them for each delay.
 
     python papers/late_refreshes/table.py runs/late-refreshes papers/late_refreshes/text.json
 
-writes the loss of each run, and prints the table of README.md. Cells of which not all seeds ended are left out.
+writes the loss of each run, and prints the table of README.md. Differences are between runs with the same seed. Cells
+in which the runs of some seeds have not ended are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the learning rates that the searches found best where users look.
+"""Write the best learning rates of the searches to the pages and recipes in which users read them.
 
 python rates.py     renews the last column of the table of recipes in docs/guide/recipes.md, and the words
                     "best on text" beside `lr` in the shipped recipes whose lr was chosen here, from searches.json
@@ -16,16 +16,19 @@ ROOT = FOLDER.parents[1]
 GUIDE, SHIPPED = ROOT / "docs/guide/recipes.md", ROOT / "optimizers/recipe/shipped"
 HEAD = "| recipe | what it is | best lr on text |"
 BESIDE = "; best on text "
-"""What stands between the source of an lr and the rate that was best."""
+"""Text between the source of an lr and the best rate, in the comment beside `lr`."""
 
 
 def rates() -> dict[str, float]:
-    """The best rate of every recipe that was searched, by the recipe's name."""
+    """Return the best learning rate of each recipe that was searched, by the name of the recipe."""
     return {row["recipe"].replace("-", "/"): row["lr"] for row in json.loads((FOLDER / "searches.json").read_text())}
 
 
 def with_column(page: str, best: Mapping[str, float]) -> str:
-    """The page with the column as the searches say: a number for each recipe of a row, one where all are the same."""
+    """Return the page with the best learning rates of the searches in its last column.
+
+    A row has a number for each of its recipes, or one number if the rates of all its recipes are equal.
+    """
     before, head, rest = page.partition(HEAD)
     lines = rest.split("\n")
     for i, line in enumerate(lines[1:], start=1):
@@ -39,7 +42,10 @@ def with_column(page: str, best: Mapping[str, float]) -> str:
 
 
 def with_comment(text: str, rate: float | None) -> str:
-    """A recipe's YAML with the best rate at the end of the comment beside `lr`, where that says "chosen here"."""
+    """Return the YAML of a recipe with the best learning rate at the end of the comment beside `lr`.
+
+    A recipe whose comment does not say "chosen here" stays as it is. rate: the best rate, None if there was no search.
+    """
 
     def renewed(found: re.Match[str]) -> str:
         line = found[0].split(BESIDE)[0]

@@ -1,8 +1,8 @@
-"""Measure what a step of every recipe of a study costs in steps of its baseline, all in one process on one thread.
+"""Measure the time of a step of each recipe of a study, relative to a step of the baseline, in one process and thread.
 
-The recipes step in turn, each on a model of its own, so that a busy moment of the machine falls on all of them. A step
-is what the optimizer does after the gradients; a round is two periods of ten steps, and a row says the median over
-rounds of the mean step.
+The recipes make steps in turn, each on its own model, so that a busy moment of the machine affects all of them. The
+time of a step is that of the optimizer after the gradients are computed. A round has two periods of ten steps. A row
+has the median over rounds of the mean time of a step.
 
     python steps.py study.yaml OUT     writes OUT/steps.json, one row a recipe
 
@@ -40,7 +40,7 @@ class Timed:
         self.steps, self.middle = 0, 0.0
 
     def step(self) -> float:
-        """One step; returns the seconds that it took after the gradients."""
+        """Train one step. Return the seconds that it took after the gradients were computed."""
         batch = self.dataset.batch(0, self.steps)
 
         def closure() -> torch.Tensor:
@@ -55,7 +55,7 @@ class Timed:
 
 
 def measure(experiments: dict[str, Experiment], base: str) -> list[dict[str, Any]]:
-    """One row for each experiment: milliseconds a step, and how often the step of `base` goes into it."""
+    """Return a row for each experiment: milliseconds of a step, and this time divided by the time of `base`."""
     timed = {label: Timed(experiment) for label, experiment in experiments.items()}
     for one in (*timed.values(), *timed.values()):  # caches, first refreshes
         one.step()

@@ -27,7 +27,9 @@ Row = dict[str, Any]
 
 
 def collect(records: Records) -> list[Row]:
-    """One row for each run; a run that ended with an error has no loss. Raises ValueError where one is not finished."""
+    """Return a row for each run. A run that ended with an error has no loss. Raises ValueError if a run is not
+    finished.
+    """
     [panel] = compare(records)
     rows = []
     for own in panel.rows:
@@ -45,7 +47,7 @@ def collect(records: Records) -> list[Row]:
 
 
 def searches(records: Records) -> list[Row]:
-    """What the search of each recipe's learning rate tried."""
+    """Return a row for each recipe, with the learning rates that its search tried and their losses."""
     return [
         {
             "recipe": one.cell.removeprefix("recipe="),
@@ -58,19 +60,19 @@ def searches(records: Records) -> list[Row]:
 
 
 def losses(rows: list[Row], recipe: str) -> list[float]:
-    """Losses by ascending seed; infinite where a run diverged."""
+    """Return the losses of a recipe by ascending seed. The loss of a run that diverged is infinite."""
     own = sorted((row for row in rows if row["recipe"] == recipe), key=lambda row: int(row["seed"]))
     return [math.inf if row["val_loss"] is None else row["val_loss"] for row in own]
 
 
 def failures(losses: list[float]) -> str:
-    """How many runs ended without a loss, and the mean of the others."""
+    """Return a text with the number of runs that ended without a loss, and with the mean loss of the other runs."""
     left = [loss for loss in losses if math.isfinite(loss)]
     return f"{len(losses) - len(left)} of {len(losses)} failed" + (f", {fmean(left):.3f}" if left else "")
 
 
 def line(rows: list[Row], recipe: str, base: str, edge: str | None, cost: float) -> str:
-    """The row of one recipe in the table."""
+    """Return the row of one recipe in the table."""
     own = [row for row in rows if row["recipe"] == recipe]
     seeds = losses(rows, recipe)
     apart = [a - b for a, b in zip(seeds, losses(rows, base), strict=True)]
@@ -89,7 +91,7 @@ def line(rows: list[Row], recipe: str, base: str, edge: str | None, cost: float)
 
 
 def markdown(rows: list[Row], found: list[Row], costs: list[Row], base: str) -> str:
-    """The table, best mean first."""
+    """Return the table, with the lowest mean loss first."""
     heads = ["recipe", "learning rate", "loss, mean ± s.d.", f"minus {base}", f"steps to {base}'s loss"]
     heads += [f"step, in steps of {base}", "bytes per parameter"]
     edges = {row["recipe"]: row["edge"] for row in found}
@@ -100,14 +102,14 @@ def markdown(rows: list[Row], found: list[Row], costs: list[Row], base: str) -> 
 
 
 def merged(path: Path, rows: list[Row]) -> list[Row]:
-    """The rows of a file whose recipes were not run again, and the new rows."""
+    """Return the new rows, and the rows of the file `path` whose recipes were not run again."""
     again = {row["recipe"] for row in rows}
     before = json.loads(path.read_text()) if path.is_file() else []
     return [row for row in before if row["recipe"] not in again] + rows
 
 
 def written(rows: list[Row]) -> str:
-    """Rows as JSON, one row a line."""
+    """Return rows as JSON, with one row in each line."""
     text = ",\n".join(json.dumps(row) for row in rows)
     return f"[\n{text}\n]\n"
 

@@ -1,7 +1,8 @@
-"""How long a step of Shampoo takes beside one of SGD, AdaGrad and Adam, on the models of this folder's studies.
+"""Measure the time of a step of Shampoo, SGD, AdaGrad and Adam, on the models of this folder's studies.
 
-Gradient and update of one batch, by the processor time of one thread: everyone takes a step in every round, and the
-medians count, but for refreshes, over which a mean is taken as they are part of what a step costs.
+A step is the gradient of one batch and an update. Its time is the processor time of one thread. In every round, each
+method makes one step. The time of a method is the median over rounds. For Shampoo with roots at longer intervals it is
+the mean over whole intervals, so that the time of new roots is included.
 
     python step_time.py            writes results/step_time.json and results/step_time.md
 """
@@ -30,12 +31,12 @@ from eigengraft.experiments.training.experiment import Experiment
 FOLDER = Path(__file__).parent
 STUDIES = ("study", "convolutions")
 INTERVALS = (1, 20, 100)
-"""Steps between two computations of Shampoo's roots; 1 as in the studies."""
+"""Numbers of steps between two computations of Shampoo's roots. The studies have 1."""
 ROUNDS = 200
 
 
 def experiments(name: str) -> dict[str, Experiment]:
-    """The experiments of a study by method, and Shampoo with rarer roots."""
+    """Return the experiments of a study by method, and those of Shampoo with roots at longer intervals."""
     study = load_study(FOLDER / f"{name}.yaml", ["tune=null", "seeds=[0]"])
     found = {run.labels["method"]: run.experiment for run in plan_runs(study)}
     chain = study.axes["method"]["shampoo"]["recipe.update"]
@@ -48,7 +49,7 @@ def experiments(name: str) -> dict[str, Experiment]:
 
 
 def gradients(model: nn.Module, experiment: Experiment, turns: int = 8) -> tuple[list[list[Tensor]], float]:
-    """Gradients of some batches, and the median milliseconds that one takes."""
+    """Return the gradients of `turns` batches, and the median of the milliseconds that a gradient takes."""
     task, times, found = experiment.task, [], []
     data = task.load()
     for turn in range(3 * turns):
@@ -62,7 +63,7 @@ def gradients(model: nn.Module, experiment: Experiment, turns: int = 8) -> tuple
 
 
 def measured(name: str) -> dict[str, Any]:
-    """Milliseconds of a gradient and of every method's update on the model of a study."""
+    """Return the milliseconds of a gradient, and of an update by each method, on the model of a study."""
     methods = experiments(name)
     torch.manual_seed(0)
     model = next(iter(methods.values())).task.build()
@@ -79,12 +80,15 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def step_of(method: str, times: Sequence[float]) -> float:
-    """Milliseconds of an update: the median, where roots are rare the mean of whole intervals."""
+    """Return the milliseconds of an update: the median, or the mean over whole intervals if roots are rare."""
     return mean(times) if "roots every" in method else median(times)
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """A row a method: milliseconds of gradient and update, and that over the same with SGD."""
+    """Return a table with a row for each method: milliseconds of an update, and the time of a step over that of SGD.
+
+    The time of a step is that of gradient and update together.
+    """
     lines = [f"Times of a gradient and of an update are in milliseconds ({found['made']}).", ""]
     for one in found["measured"]:
         sgd = one["gradient"] + one["updates"]["sgd"]

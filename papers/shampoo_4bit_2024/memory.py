@@ -1,8 +1,8 @@
 """Count the bytes of Shampoo's state with and without 4-bit storage, from the shapes of four models alone.
 
-The paper (Wang et al. 2024, arXiv:2405.18144, Table 2) reports the peak memory of training runs; the difference between
-a run with Shampoo and one without is Shampoo's state. Here an Optimizer is made for parameters of the same shapes, and
-its bytes are counted: nothing is trained.
+The paper (Wang et al. 2024, arXiv:2405.18144, Table 2) reports the peak memory of training runs. The difference between
+a run with Shampoo and a run without it is Shampoo's state. Here an Optimizer is made for parameters of the same shapes,
+and the bytes of its state are counted. Nothing is trained.
 
     python memory.py            writes memory.json and memory.md
 """
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 def convolution(out: int, into: int, size: int, bias: bool = False) -> Iterator[Shape]:
-    """A convolution and the batch normalization behind it."""
+    """Yield the shapes of a convolution and of the batch normalization after it."""
     yield out, into, size, size
     yield from [(out,)] * (3 if bias else 2)
 
@@ -37,7 +37,7 @@ def linear(out: int, into: int, bias: bool = True) -> Iterator[Shape]:
 
 
 def vgg19(classes: int = 100) -> Iterator[Shape]:
-    """VGG19 with batch normalization for 32 x 32 images: its classifier is one layer."""
+    """Yield the shapes of VGG19 with batch normalization for images of 32 x 32. Its classifier is one layer."""
     width = 3
     for out in [64] * 2 + [128] * 2 + [256] * 4 + [512] * 8:
         yield from convolution(out, width, 3, bias=True)
@@ -46,7 +46,7 @@ def vgg19(classes: int = 100) -> Iterator[Shape]:
 
 
 def resnet34(classes: int = 100) -> Iterator[Shape]:
-    """ResNet34 for 32 x 32 images: the first convolution is 3 x 3."""
+    """Yield the shapes of ResNet34 for images of 32 x 32. The first convolution is 3 x 3."""
     yield from convolution(64, 3, 3)
     width = 64
     for out, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -61,14 +61,18 @@ def resnet34(classes: int = 100) -> Iterator[Shape]:
 
 
 def transformer(dim: int) -> Iterator[Shape]:
-    """A block: two normalizations, attention with joint queries, keys and values, and two layers of 4 dim."""
+    """Yield the shapes of a transformer block.
+
+    It has two normalizations, attention with one matrix for queries, keys and values, and a feed-forward part of width
+    4 dim.
+    """
     yield from [(dim,)] * 4
     for out, into in ((3 * dim, dim), (dim, dim), (4 * dim, dim), (dim, 4 * dim)):
         yield from linear(out, into)
 
 
 def vit_small(classes: int = 100, dim: int = 384, depth: int = 12) -> Iterator[Shape]:
-    """ViT-S with patches of 4 on 32 x 32 images: 64 of them and the class token."""
+    """Yield the shapes of ViT-S for images of 32 x 32, in patches of 4 x 4: 64 patches and the class token."""
     yield from ((dim, 3, 4, 4), (dim,), (1, 1, dim), (1, 65, dim))
     for _ in range(depth):
         yield from transformer(dim)
@@ -77,7 +81,10 @@ def vit_small(classes: int = 100, dim: int = 384, depth: int = 12) -> Iterator[S
 
 
 def swin_tiny(classes: int = 100, window: int = 4) -> Iterator[Shape]:
-    """Swin-T for 32 x 32 images: patches of 2, and a table of relative positions for each head."""
+    """Yield the shapes of Swin-T for images of 32 x 32, in patches of 2 x 2.
+
+    Each head has a table of relative positions.
+    """
     yield from ((96, 3, 2, 2), (96,), (96,), (96,))
     for stage, depth in enumerate((2, 2, 6, 2)):
         dim = 96 * 2**stage
@@ -97,7 +104,7 @@ PAPER = ["routes=[]", "blocking.size=1200", "blocking.merge=1000000000", "blocki
 
 
 def state_bytes(shapes: list[Shape], recipe: str, *overrides: str) -> int:
-    """Bytes of the state that a recipe keeps for parameters of those shapes."""
+    """Return the bytes of state of a recipe for parameters of the given shapes."""
     named = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
     return int(plan(load_recipe(recipe, [*PAPER, *overrides]), named, (1,)).state.max())
 
@@ -109,7 +116,7 @@ STORED = (
 )
 """Storage of the paper's Table 2: both triangles of a root, and moments in 32 bits."""
 FACTORS = "update.transform.before.graft.direction.shampoo.statistic.axes.max_skew=null"
-"""A factor on every axis, however long."""
+"""Override by which every axis has a factor, however long it is."""
 VARIANTS: dict[str, tuple[str, ...]] = {
     "shampoo": ("shampoo_4bit", FACTORS, "storage={}"),
     "shampoo_4bit": ("shampoo_4bit", FACTORS, *STORED),
@@ -121,7 +128,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 
 def compare(model: str) -> dict[str, Any]:
-    """MiB of Shampoo's state beyond that of AdamW, counted, and the published difference of peaks."""
+    """Return a row with the counted MiB of Shampoo's state beyond that of AdamW, and with the published difference."""
     shapes = list(MODELS[model]())
     adamw = state_bytes(shapes, "adamw")
     row = {"model": model, "parameters": sum(map(math.prod, shapes))}
@@ -131,7 +138,7 @@ def compare(model: str) -> dict[str, Any]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
+    """Return the rows as a table."""
     head = ["model", "parameters", "32 bits published", "counted", "4 bits published", "counted"]
     head += ["naive", "Cholesky with error feedback", "Cholesky"]
     about = "The table has the MiB of state beyond the state of AdamW."

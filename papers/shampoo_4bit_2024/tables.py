@@ -1,12 +1,14 @@
 """The synthetic quantization errors of "4-bit Shampoo" (Wang et al. 2024, arXiv:2405.18144), Tables 1, 5 and 6.
 
-A = U diag(l) U^T of order n, U from the QR factorization of a normal matrix, two thirds of l 1000 and one third 1.
+A = U diag(l) U^T has order n. U is from the QR factorization of a matrix of independent normal numbers, and two thirds
+of the eigenvalues l are 1000 and one third are 1.
     NRE = ||f(A) - F||_F / ||f(A)||_F,   AE = the angle between f(A) and F in degrees,   f(A) = A^(-1/4)
-F is what remains of f(A) when A, its eigenvectors U, its root B = f(A), or two of them were stored in few bits. A and B
-are stored with their diagonals in float32; l is kept. "+OR": eigenvectors after one step of orthogonal rectification.
+F is the approximation of f(A) if A, its eigenvectors U, its root B = f(A), or two of them are stored in few bits. A and
+B are stored with their diagonals in float32, and l is not quantized. "+OR" means that the eigenvectors are made
+orthogonal by one step of rectification.
 
-    python tables.py            writes tables.json and tables.md: 30 published pairs, those measured, and the deviation
-    python tables.py --order 192 --seed 0 --out DIR    a small one elsewhere
+    python tables.py            writes tables.json and tables.md: 30 published pairs, the measured ones, the deviations
+    python tables.py --order 192 --seed 0 --out DIR    writes smaller tables to DIR
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ class Errors(NamedTuple):
 
 
 def quantizer(**declared: Any) -> Quantizer:
-    """A quantizer of the library, declared as a recipe does."""
+    """Return a quantizer of the library, declared as in a recipe."""
     return validated(Quantizer, declared)
 
 
 def formats(codebook: str) -> dict[str, Quantizer]:
-    """Quantizers of matrices and eigenvectors: blocks of 64 along the rows, those of the matrix or of U^T."""
+    """Return the quantizers of A and of U, by name. Blocks of 64 entries run along the rows of A, or of U^T."""
     four, eight = (
         {"kind": kind, "codebook": codebook, "block_size": 64, "min_elements": 1} for kind in ("int4", "codebook8")
     )
@@ -59,13 +61,13 @@ def formats(codebook: str) -> dict[str, Quantizer]:
 
 
 def stored(x: Tensor, how: Quantizer) -> Tensor:
-    """The matrix `[n, n]` decoded after it was stored."""
+    """Return the matrix x `[n, n]`, encoded and decoded by the quantizer `how`."""
     slot = Slot(tuple(x.shape), role="basis" if getattr(how, "kind", "") == "orthogonal" else "statistic")
     return how.decode(how.encode(x[None]), slot, x.dtype)[0]
 
 
 def matrix(n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Eigenvectors `[n, n]` and eigenvalues `[n]` of A, float64."""
+    """Return the eigenvectors `[n, n]` and the eigenvalues `[n]` of A, in float64."""
     generator = torch.Generator().manual_seed(seed)
     u = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q
     values = torch.ones(n, dtype=torch.float64)
@@ -97,7 +99,10 @@ def published_root(a: Tensor, largest: float = 1000.0, steps: int = 10) -> tuple
 
 
 def library_root(a: Tensor) -> tuple[Tensor, int]:
-    """A^(-1/4) by the same iteration in the library's solver, which symmetrizes its argument."""
+    """Return A^(-1/4) and the number of steps of the library's solver.
+
+    It is the same iteration, but on the symmetric part of A.
+    """
     size = PowerIteration(steps=100)
     solver = CoupledNewton(eps=EPS, relative_to=size, norm="max", stop="rise", growth=1.2, max_iterations=10)
     found = solver.root(a.float()[None], Fraction(1, 4))
@@ -105,7 +110,10 @@ def library_root(a: Tensor) -> tuple[Tensor, int]:
 
 
 def exact_root(a: Tensor) -> tuple[Tensor, int]:
-    """A^(-1/4) of the symmetric part by eigenvalues, with the same ridge; NaN where one is not positive."""
+    """Return (root, 0): A^(-1/4) of the symmetric part of A by its eigenvalues, with the same ridge.
+
+    The root is NaN if an eigenvalue is not positive. 0 is the number of steps.
+    """
     values, vectors = torch.linalg.eigh((a + a.mT) / 2)
     return (vectors * values.add(EPS * 1000.0).pow(-0.25)) @ vectors.mT, 0
 
@@ -114,19 +122,22 @@ ROOTS = {"published": published_root, "library": library_root, "exact": exact_ro
 
 
 def errors(exact: Tensor, found: Tensor) -> Errors:
-    """NRE and AE of one matrix in place of another."""
+    """Return NRE and AE of the matrix `found` in place of the matrix `exact`."""
     norms = [float(torch.linalg.matrix_norm(x)) for x in (exact, found, exact - found)]
     cosine = float((exact * found).sum()) / (norms[0] * norms[1])
     return Errors(norms[2] / norms[0], math.degrees(math.acos(cosine if math.isnan(cosine) else min(1.0, cosine))))
 
 
 def offdiagonal(x: Tensor) -> Tensor:
-    """x without its diagonal."""
+    """Return x with 0 on its diagonal."""
     return x - torch.diag(x.diagonal())
 
 
 def measure(n: int, seed: int, root: str = "published") -> dict[tuple[int, str, str], tuple[Errors, int]]:
-    """(table, map, what is stored) -> its errors and the steps of the root, 0 where none was computed from codes."""
+    """Return (number of the paper's table, codebook, stored matrices) -> (errors, steps of the root).
+
+    The steps are 0 if no root was computed from a quantized matrix.
+    """
     u, values = matrix(n, seed)
     f = ROOTS[root]
     a = (u * values) @ u.mT
@@ -151,7 +162,10 @@ def measure(n: int, seed: int, root: str = "published") -> dict[tuple[int, str, 
 
 
 def compare(n: int, seed: int) -> list[dict[str, Any]]:
-    """One row for each published pair: measured with the published root, deviations, and with the other roots."""
+    """Return a row for each published pair of errors.
+
+    It has the errors measured with the published root, their deviations, and the errors measured with the other roots.
+    """
     published = json.loads((HERE / "published.json").read_text())["errors"]
     measured = {root: measure(n, seed, root) for root in ROOTS}
     rows = []
@@ -167,7 +181,7 @@ def compare(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def markdown(rows: list[dict[str, Any]], n: int, seed: int) -> str:
-    """The rows as a table."""
+    """Return the rows as a table."""
     head = ["table", "map", "stored", "steps", "NRE published", "measured", "deviation", "AE published", "measured"]
     head += ["deviation", "NRE, library's root", "NRE, exact root"]
     lines = [f"Order {n}, seed {seed}, torch {torch.__version__.split('+')[0]}. Deviations in percent.", ""]

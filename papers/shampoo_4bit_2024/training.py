@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def same_but_storage(config: dict[str, Any]) -> str:
-    """An experiment without its storage and seed, as a key."""
+    """Return a key that is equal for two experiments if they differ in storage and seed alone."""
     recipe = {key: value for key, value in config["recipe"].items() if key not in ("name", "about", "storage")}
     return json.dumps({**config, "recipe": recipe, "seed": None, "name": None}, sort_keys=True)
 
@@ -47,7 +47,7 @@ def _row(run: Run, than: str | None) -> Row:
 
 
 class Cell(NamedTuple):
-    """One method on one task. Differences and spread are None for 32 bits, and where a run diverged."""
+    """One method on one task. Differences and spread are None for methods in 32 bits, and if a run diverged."""
 
     method: str
     row: Row
@@ -64,14 +64,14 @@ class Cell(NamedTuple):
 
     @property
     def compared(self) -> list[str]:
-        """The mean difference, and the largest in units of the spread."""
+        """Return two table cells: the mean difference, and the largest difference in units of the spread."""
         if self.differences is None or self.spread is None:
             return ["", ""]
         return [f"{fmean(self.differences):+.4f}", f"{max(map(abs, self.differences)) / self.spread:.2f}"]
 
 
 def cells(rows: list[Row], task: str) -> list[Cell]:
-    """The methods of a task in their order."""
+    """Return a cell for each method of a task, in the order of the rows."""
     losses: dict[str, list[float | None]] = {}
     first: dict[str, Row] = {}
     for row in (row for row in rows if row["task"] == task):
@@ -84,7 +84,7 @@ def cells(rows: list[Row], task: str) -> list[Cell]:
 
 
 def _against(some: list[float | None], plain: list[float | None] | None) -> tuple[list[float] | None, float | None]:
-    """Differences by seed, and the spread in 32 bits."""
+    """Return the differences from the runs in 32 bits by seed, and the spread of these runs."""
     known = [loss for loss in plain or [] if loss is not None]
     pairs = [(a, b) for a, b in zip(some, plain or [], strict=False) if a is not None and b is not None]
     if not known or len(pairs) < len(some):
@@ -93,7 +93,7 @@ def _against(some: list[float | None], plain: list[float | None] | None) -> tupl
 
 
 def summary(rows: list[Row], task: str) -> list[str]:
-    """The lines of a table: the mean and the largest loss difference of every method of a task."""
+    """Return the lines of a table with the mean and the largest loss difference of each method of a task."""
     head = ["method", "bytes per parameter", "loss, mean ± s.d.", "mean difference", "largest, in spreads"]
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     for cell in cells(rows, task):
@@ -103,7 +103,7 @@ def summary(rows: list[Row], task: str) -> list[str]:
 
 
 def by_seed(rows: list[Row], task: str) -> list[str]:
-    """The lines of a table: every run of a task."""
+    """Return the lines of a table with every run of a task."""
     seeds = sorted({row["seed"] for row in rows if row["task"] == task})
     head = ["method", "learning rate", *(f"loss, seed {s}" for s in seeds), *(f"difference, seed {s}" for s in seeds)]
     lines = ["| " + " | ".join([*head, "spread in 32 bits"]) + " |", "|" + " --- |" * (len(head) + 1)]
@@ -118,7 +118,7 @@ def by_seed(rows: list[Row], task: str) -> list[str]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """Both tables of every task."""
+    """Return the page with both tables of every task."""
     about = "The tables have the validation loss in nats at the end of training, and its difference from the run in 32 "
     text = [about + "bits with the same seed.", ""]
     for task in dict.fromkeys(row["task"] for row in rows):

@@ -1,4 +1,4 @@
-"""Say whether the best learning rate of one width is that of others, from the runs of a study beside this file.
+"""Compare the best learning rates of different widths, from the runs of a study beside this file.
 
 Loss is that on the validation data at the end of a run, in nats, the mean over seeds. A run that diverged has no loss.
 
@@ -31,11 +31,11 @@ RULES = {
     "rates": "width_scaling with the initial weights of torch",
 }
 HIGHEST = 20
-"""The largest loss in the figure, in units of the least."""
+"""The largest loss in the figure, in units of the lowest."""
 
 
 def collect(directory: Path) -> list[Row]:
-    """One row per run of a study. Raises ValueError where a run is not finished."""
+    """Return a row for each run of a study. Raises ValueError if a run is not finished."""
     rows = []
     for run in read_records(directory).runs:
         if not run.result:
@@ -47,12 +47,14 @@ def collect(directory: Path) -> list[Row]:
 
 
 def rules(rows: list[Row]) -> dict[str, str]:
-    """What the rules of a study are called in figures and headings."""
+    """Return the names of the rules of a study in figures and headings."""
     return {rule: about for rule, about in RULES.items() if any(row["rule"] == rule for row in rows)}
 
 
 def losses(rows: list[Row], method: str, rule: str) -> dict[int, dict[float, float]]:
-    """The mean losses of a method, by width and learning rate; infinite where a seed diverged."""
+    """Return the mean losses of a method by width and learning rate. A mean is infinite if the run of a seed
+    diverged.
+    """
     found: dict[int, dict[float, list[float]]] = {}
     for row in rows:
         if (row["method"], row["rule"]) == (method, rule):
@@ -62,18 +64,24 @@ def losses(rows: list[Row], method: str, rule: str) -> dict[int, dict[float, flo
 
 
 def best(by_rate: dict[float, float]) -> float:
-    """The learning rate of the least loss."""
+    """Return the learning rate with the lowest loss."""
     return min(by_rate, key=by_rate.__getitem__)
 
 
 def drift(rows: list[Row], method: str, rule: str) -> list[float]:
-    """How far the best learning rate of each width is from that of the smallest, in steps of the grid (powers of 2)."""
+    """Return for each width the distance of its best learning rate from that of the smallest width.
+
+    Distances are in steps of the grid, which are factors of 2.
+    """
     rates = [best(by_rate) for by_rate in losses(rows, method, rule).values()]
     return [math.log2(rate / rates[0]) for rate in rates]
 
 
 def summary(rows: list[Row]) -> list[str]:
-    """The lines of a table: best learning rates by width, and what it costs to take that of the smallest width."""
+    """Return the lines of a table with the best learning rates by width.
+
+    It also says how much the loss rises at the learning rate that is best for the smallest width.
+    """
     widths = sorted({row["width"] for row in rows})
     heads = [f"best lr, width {width}" for width in widths]
     cost = f"loss at width {widths[-1]}: best lr, lr of width {widths[0]}"
@@ -88,12 +96,12 @@ def summary(rows: list[Row]) -> list[str]:
 
 
 def power(rate: float) -> str:
-    """A learning rate of the grid as a power of two."""
+    """Return a learning rate of the grid as the text of a power of 2."""
     return f"2^{round(math.log2(rate))}"
 
 
 def every_loss(rows: list[Row], method: str, rule: str) -> list[str]:
-    """The lines of a table: all mean losses of a method, the least of each width in bold."""
+    """Return the lines of a table with all mean losses of a method. The lowest of each width is bold."""
     found = losses(rows, method, rule)
     rates = list(next(iter(found.values())))
     lines = ["| " + " | ".join(["width", *map(power, rates)]) + " |", "|" + " --- |" * (len(rates) + 1)]
@@ -105,7 +113,7 @@ def every_loss(rows: list[Row], method: str, rule: str) -> list[str]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The summary and all losses."""
+    """Return the page with the summary and all losses."""
     about = "The tables have the mean validation loss over the seeds at the end of training, in nats."
     text = [about, "", *summary(rows), ""]
     for method, name in METHODS.items():
@@ -115,7 +123,10 @@ def markdown(rows: list[Row]) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Loss against learning rate by width: a column for each method, above without and below with the rule."""
+    """Draw loss against learning rate by width.
+
+    The figure has a column for each method. The upper row is without the rule, the lower row with it.
+    """
     known = [row["val_loss"] for row in rows if row["val_loss"] is not None]
     low = min(known)
     there = rules(rows)

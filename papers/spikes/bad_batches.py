@@ -1,4 +1,4 @@
-"""A task whose training has bad batches at some steps; evaluation is that of the task inside."""
+"""A task whose training has bad batches in some steps. Evaluation is that of the inner task, without bad batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STREAM = 7_041
 
 
 class BadBatches(Task):
-    """A task on bytes in which a share of the batches from a step on is bad.
+    """A task on bytes in which, from a given step on, a given fraction of the batches is bad.
 
     noise: bytes drawn uniformly. repeated: one byte, drawn for the batch, at all places.
     """
