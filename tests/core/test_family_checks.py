@@ -216,11 +216,23 @@ def test_mistakes_in_root_solvers(fault: str, says: tuple[object, ...]) -> None:
         check_solver(WrongRoot(fault=fault), degree=-1, rotates=True)
 
 
+UNIT: dict[str, Callable[[Tensor], Tensor]] = {
+    "largest": lambda values: values.amax(1, keepdim=True),
+    "trace": lambda values: values.sum(1, keepdim=True),
+    "one": lambda values: torch.ones_like(values[:, :1]),
+}
+
+
 class Ridged(RootSolver):
-    """Roots with a ridge in units of the largest eigenvalue. `hidden`: `regularized` does not add the ridge."""
+    """Roots with a ridge in units of `unit`, which is added, or, with `floor`, is the least eigenvalue.
+
+    hidden: True if `regularized` does not know the ridge.
+    """
 
     kind: Literal["ridged"] = "ridged"
     strength: float = 1e-6
+    unit: Literal["largest", "trace", "one"] = "largest"
+    floor: bool = False
     hidden: bool = False
 
     def root(self, a: Tensor, exponent: Fraction) -> Root:
@@ -230,7 +242,10 @@ class Ridged(RootSolver):
         return Root(symmetrized((q * power.unsqueeze(1)) @ q.mT), ok)
 
     def regularized(self, values: Tensor) -> Tensor:
-        return values if self.hidden else values + self.strength * values.amax(1, keepdim=True)
+        if self.hidden:
+            return values
+        ridge = self.strength * UNIT[self.unit](values)
+        return torch.maximum(values, ridge) if self.floor else values + ridge
 
 
 @pytest.mark.parametrize(
@@ -250,9 +265,22 @@ def test_roots_are_compared_with_the_ridge_of_their_solver(solver: RootSolver) -
     check_solver(solver, rotates=True)
 
 
-def test_a_ridge_that_regularized_does_not_know_is_refused() -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"strength": 0.3},
+        {"strength": 1e-4},
+        {"strength": 1e-4, "unit": "trace"},
+        {"strength": 1e-4, "unit": "one"},
+        {"strength": 1e-4, "floor": True},
+    ],
+    ids=repr,
+)
+def test_a_ridge_is_added_by_regularized_too(fields: Any) -> None:
+    """A ridge that `regularized` does not add is refused; the same ridge, added by it, is not."""
+    check_solver(Ridged(**fields), rotates=True)
     with refused(LawError, "a root undoes its matrix", "`regularized`"):
-        check_solver(Ridged(strength=0.3, hidden=True))
+        check_solver(Ridged(**fields, hidden=True))
 
 
 def test_a_root_and_a_basis_need_one_tensor() -> None:
@@ -512,6 +540,9 @@ ENCODE: dict[str, Callable[[Tensor], Any]] = {
     "no room for a sign": lambda x: {**eighth(x, largest(x)), "codes": (9 * x / x.abs().max()).to(torch.uint8)},
     "no sign": lambda x: eighth(x.abs(), largest(x)),
     "another scale": lambda x: eighth(x, largest(x), size=40),
+    "coarse": lambda x: eighth(x, largest(x), size=3),
+    "coarse, too large": lambda x: eighth(x, largest(x), size=3),
+    "coarse, too small": lambda x: eighth(x, largest(x), size=3),
     "one scale": lambda x: {"halves": x.half(), "scale": x.abs().max()},
     "in place": lambda x: {"halves": x.mul_(0.99).half()},
     "item": lambda x: {"halves": (x / max(x.abs().max().item(), 1.0)).half()},
@@ -533,7 +564,8 @@ class WrongQuantizer(Quantizer):
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
         if "codes" in encoded:
             scale = encoded["scale"].to(dtype)
-            size = 120 if self.fault.startswith("rounded") else 127
+            known = {"coarse": 3, "coarse, too large": 3 * 8 / 9, "coarse, too small": 3 * 8 / 7}
+            size = 120 if self.fault.startswith("rounded") else known.get(self.fault, 127)
             return encoded["codes"] * (rows(scale, 1 + len(slot.shape)) if scale.ndim == 1 else scale) / size
         x = encoded["halves"].to(torch.float32 if self.fault == "float32" else dtype)
         return x.flatten(1) if self.fault == "flat" else x
@@ -561,11 +593,17 @@ class WrongQuantizer(Quantizer):
         ("no room for a sign", ("relative error", "torch.uint8", HERE, "clamp")),
         ("no sign", ("relative error", "sign")),
         ("another scale", ("relative error", "decode()", "encode()")),
+        ("coarse, too large", ("factor", "enlarged", 1.05, "decode()", "encode()")),
+        ("coarse, too small", ("factor", "reduced", 1.05, "decode()", "encode()")),
     ],
 )
 def test_mistakes_in_quantizers(fault: str, says: tuple[object, ...]) -> None:
     with refused(LawError, "quantizer.wrong_quantizer", *says):
         check_quantizer(WrongQuantizer(fault=fault))
+
+
+def test_a_coarse_format_of_the_right_scale_keeps_the_laws() -> None:
+    check_quantizer(WrongQuantizer(fault="coarse"))
 
 
 # Averagings.

@@ -243,7 +243,8 @@ def decoded_numbers_are_near_the_originals(case: QuantizerCase) -> None:
     decoded number almost exactly.
 
     The second bound finds a `decode` that multiplies by a wrong scale, and does so again the second time. It is raised
-    by 1e-5 for the rounding errors of formats that are exact otherwise.
+    by 1e-5 for the rounding errors of formats that are exact otherwise. In a coarse format, rounding may hide the error
+    of a scale. A third bound finds it: the mean factor between numbers and decoded numbers is between 1/1.05 and 1.05.
     """
     slot, x = case.example()
     y = case.component.decode(case.component.encode(x), slot, _FLOAT32)
@@ -261,9 +262,28 @@ def decoded_numbers_are_near_the_originals(case: QuantizerCase) -> None:
         f"{float(second[place]):.2g}",
         in_parentheses(_OTHER_SCALE),
     )
+    _require_scale(case)
 
 
 _OTHER_SCALE = "does decode() multiply by the number by which encode() divides?"
+
+
+def _require_scale(case: QuantizerCase) -> None:
+    """Raise a LawError if the sum <x, y> exceeds 1.05 <x, x> or 1.05 <y, y>, over the entries of 64 matrices.
+
+    The bounds hold for matrices x and the decoded matrices y, and for y and the matrices decoded after y is encoded.
+    The quotients are 1 or less however coarse a format is. Errors that do not depend on x only enlarge <y, y>. A format
+    that decodes a code to the mean of its interval has <x, y> = <y, y>. A wrong scale enlarges one of the quotients.
+    """
+    slot, x = case.example(64)
+    y = case.component.decode(case.component.encode(x), slot, _FLOAT32)
+    z = case.component.decode(case.component.encode(y), slot, _FLOAT32)
+    for before, after, name in ((x, y, "decoded numbers"), (y, z, "decoded numbers that are coded again")):
+        product = float((before * after).sum())
+        for numbers, change in ((before, "enlarged"), (after, "reduced")):
+            factor = product / float(numbers.square().sum())
+            what = f"the factor by which {name} are {change}"
+            require(factor <= 1.05, what, "at most 1.05", f"{factor:.3g}", in_parentheses(_OTHER_SCALE))
 
 
 def _cause_of_errors(case: QuantizerCase, x: Tensor, y: Tensor) -> str:
