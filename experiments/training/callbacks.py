@@ -19,6 +19,7 @@ from torch import nn
 import eigengraft
 from eigengraft.component import Component
 from eigengraft.errors import RecipeError, import_optional, warn_user
+from eigengraft.signals import known_signals
 
 from ..files import read_object
 from ..tasks import Batch
@@ -244,6 +245,8 @@ class Callbacks:
         for signal, where, required in self.run.optimizer.unprovided_signals():
             fault = f"{where}: nothing in this run provides the signal '{signal}'"
             remedy = f"provide it in a callback: `def started(self, run): run.optimizer.provide('{signal}', function)`"
+            if by := known_signals()[signal].by:
+                remedy = f"{remedy}; the library provides it by {by}"
             if required:
                 raise RecipeError(f"{fault}; {remedy}")
             warn_user(f"{fault}, so the recipe runs without this signal; {remedy}")

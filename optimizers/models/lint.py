@@ -174,6 +174,21 @@ def _left_parameters(composed: Composition) -> Iterator[str]:
         )
 
 
+@recipe_check("logits-missing")
+def _no_logits(composed: Composition) -> Iterator[str]:
+    """Warn if a constraint requires the signal `max_logit`, and the model has no `MaxLogits` that records it."""
+    if composed.optimizer.known_model is None:
+        return
+    for signal, where, _ in composed.optimizer.unprovided_signals():
+        if signal == "max_logit":
+            yield (
+                f"{where}: no layer of the model records attention logits ('max_logit'), without which a step raises an "
+                "error; put an eigengraft.MaxLogits into each attention layer and call it in the layer's forward, or "
+                "provide them by optimizer.provide('max_logit', ...). For a model without attention, choose a recipe "
+                "without this constraint"
+            )
+
+
 @recipe_check("state-large")
 def _large_state(composed: Composition) -> Iterator[str]:
     """Warn if a parameter's state is much larger than the parameter.

@@ -278,14 +278,15 @@ def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, 
 def watch_logits(optimizer: Optimizer, model: nn.Module) -> None:
     """Provide the signal `max_logit` from the `MaxLogits` in a model. `compose` calls this function.
 
-    Nothing is recorded if no constraint requests the signal.
+    Nothing is recorded if no constraint requests the signal. A model without `MaxLogits` does not provide it.
 
     Args:
         optimizer: the optimizer that receives the signal.
         model: the model, which may be wrapped (DDP) or sharded before or after this call.
     """
     require_watchable("watch_logits", optimizer, model)
-    if _NAME in optimizer.param_sets.signals.asking:
+    recorded = any(isinstance(module, MaxLogits) for module in model.modules())
+    if recorded and _NAME in optimizer.param_sets.signals.asking:
         LogitSource(optimizer, model)
 
 

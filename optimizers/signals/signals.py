@@ -442,7 +442,7 @@ class Signals:
         asked = [
             request for path, rule in self._rules.items() for _, own in rule.listeners(path) for request in own.requests
         ]
-        needed = {request.name for request in asked if not request.optional} | self.open_first.keys()
+        needed = {*self.open_first, *self.somewhere, *(request.name for request in asked if not request.optional)}
         left = {name: path for name, path in self.asking.items() if name not in known}
         return [(name, path, name in needed) for name, path in left.items()]
 

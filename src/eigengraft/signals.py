@@ -123,7 +123,8 @@ for _signal in (
         "outputs",
         "the largest attention logit of each head, 0 for outputs that make no logits",
         "max",
-        by="eigengraft.watch_logits(optimizer, model), or by eigengraft.compose with the model",
+        by="an eigengraft.MaxLogits in each attention layer of the model, which eigengraft.compose finds, or "
+        "eigengraft.watch_logits(optimizer, model)",
     ),
 ):
     register_signal(_signal)

@@ -131,3 +131,5 @@ def test_what_the_library_collects_needs_no_callback(tmp_path: Path, recwarn: py
 def test_a_hessian_that_nobody_estimates_is_named(tmp_path: Path) -> None:
     with refused(RecipeError, "hessian_diagonal"):
         train(load_experiment({**experiment("sign"), "recipe": "sophia"}), tmp_path)
+    with refused(RecipeError, "constraints.qk_clip", "'max_logit'", "MaxLogits"):
+        train(load_experiment({**experiment("sign"), "recipe": "muonclip"}), tmp_path)

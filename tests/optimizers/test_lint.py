@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from eigengraft import Optimizer, compose, shipped_recipes
+from eigengraft import MaxLogits, Optimizer, compose, shipped_recipes
 from eigengraft.errors import RecipeError
 from eigengraft.optimizers import grouped
 from eigengraft.optimizers.models import lint
@@ -121,6 +121,16 @@ def test_trainable_parameters_in_no_group_are_named() -> None:
     first.requires_grad_(requires_grad=False)
     assert warned("adamw", grouped(net, [{"params": others}])) == []
     assert warned("adamw", grouped(net, None)) == warned("adamw", net) == []
+
+
+def test_a_model_without_recorded_logits_is_named() -> None:
+    (message,) = warned("muonclip", model())
+    check_said(message, "constraints.qk_clip", "max_logit", "MaxLogits")
+    assert message.endswith("[logits-missing]")
+    attention = nn.Sequential(*model(), layer := nn.Linear(8, 8))
+    layer.max_logits = MaxLogits("weight", "weight")
+    assert warned("muonclip", attention) == []
+    assert warned("muonclip", model().named_parameters(), silence=["head-unclear"]) == []  # logits may come later
 
 
 def test_schedules_beyond_the_run_are_named() -> None:
