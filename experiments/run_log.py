@@ -23,7 +23,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from eigengraft.component import Component
-from eigengraft.errors import RecipeError, did_you_mean, near_names
+from eigengraft.errors import RecipeError, counted, did_you_mean, name_some, near_names, warn_user
 
 from .training.divergence import Fault, FaultCause
 from .training.outcome import finite_or_none
@@ -34,6 +34,8 @@ ROW_COLUMNS = ("step", "loss", "val_loss", "val_accuracy", "lr", "seconds")
 
 Rows may have other columns. Reports draw the columns `tokens` and `flops`, and `load_metrics` returns all columns.
 """
+_KNOWN_COLUMNS = (*ROW_COLUMNS, "tokens", "flops", "val.NAME")
+"""Columns that reports use, for messages. NAME is any metric of an evaluation."""
 NOT_FINITE = ".not_finite"
 """Suffix of the column that marks a loss as NaN or infinite, as in `{"loss": null, "loss.not_finite": "nan"}`.
 
@@ -59,7 +61,9 @@ def ends_lost(rows: Sequence[Mapping[str, Any]]) -> bool:
 class RunLog:
     """A run of your own training loop, written in the format of this library's runs.
 
-    In a `with` statement, the log completes the run at the end of the block, unless the block raises an error.
+    The row of the last step completes the run. In a `with` statement, the end of the block also does, unless the block
+    raises an error. A complete run is never changed. A second log in the directory of an incomplete run with the same
+    settings continues this run: its first row replaces the rows of the same and of later steps.
 
     Args:
         directory: directory of the run. Runs in `NAME/seed-0` and `NAME/seed-1` count as two seeds of the method NAME.
@@ -110,7 +114,10 @@ class RunLog:
         self._began, self._last = time.perf_counter(), 0
 
     def row(self, step: int, loss: float | None = None, **numbers: float | None) -> None:
-        """Append a row. If the log continues a run, its first row drops the run's rows of the same and of later steps.
+        """Append a row. The row of the last step completes the run.
+
+        If the log continues a run, its first row drops the run's rows of the same and of later steps, with a warning if
+        these are all of its rows.
 
         Args:
             step: number of steps so far, from 1, and larger than that of the row before.
@@ -139,6 +146,11 @@ class RunLog:
         row = {**dict.fromkeys((*ROW_COLUMNS, *given)), **{name: finite_or_none(x) for name, x in parsed.items()}}
         row |= {f"{name}{NOT_FINITE}": str(x) for name, x in losses.items() if not math.isfinite(x)}
         if self.rows and step <= self.rows[-1]["step"]:
+            if step <= self.rows[0]["step"]:
+                warn_user(
+                    f"{self.directory}: the row of step {step} replaces all {counted(len(self.rows), 'row')} of an "
+                    f"incomplete run, up to step {self.rows[-1]['step']}; give every run a directory of its own"
+                )
             self._run.rewind(int(step) - 1)
             self.rows = self._run.metrics.rows()
         self._last = int(step)
@@ -147,6 +159,8 @@ class RunLog:
         known = self._run.read("fault")
         if not all(map(math.isfinite, losses.values())) and (known is None or known["cause"] == "validation data"):
             self._run.write("fault", asdict(_first_fault(self.rows)))
+        if step == self.steps:
+            self.finish()
 
     def finish(self) -> None:
         """Write the result from the last row. A run whose last losses are not finite has diverged."""
@@ -227,7 +241,8 @@ def import_run(
         task: name of the task.
         columns: column of a run -> name of this column in the file, as `{"loss": "train/loss"}`. Other columns keep
             their names. With this example a column `loss` of the file itself is dropped. `step` and a loss are
-            required.
+            required. Reports use `step`, `loss`, `val_loss`, `val_accuracy`, `lr`, `seconds`, `tokens`, `flops` and
+            `val.NAME`, in which NAME is a metric of an evaluation.
         settings: `seed`, `lr`, `recipe` and other settings of `RunLog`.
 
     Returns:
@@ -242,7 +257,7 @@ def import_run(
     for here, there in named.items():
         if there not in known:
             hint = did_you_mean(there, known, 0.5)
-            raise RecipeError(f"{file}: {here}={there} names a column that the file does not have{hint}")
+            raise RecipeError(f"{file}: {here}={there} names a column that the file does not have{hint}{_both(known)}")
     kept = {name: name for name in known if name not in named and name not in named.values()} | named
     if "val_loss" not in kept and (near := [one for one in kept if one not in named and _VALIDATION.fullmatch(one)]):
         raise RecipeError(
@@ -263,6 +278,7 @@ def import_run(
         if step is None or not math.isfinite(step):
             raise RecipeError(
                 f"{file}, row {place}: there is no column 'step'; give the name of the column of steps as step=NAME"
+                f"{_both(known)}"
             )
         if step < 0 or not step.is_integer():
             raise RecipeError(f"{file}, row {place}: the step must be a whole number >= 0, got {step:g}")
@@ -272,6 +288,7 @@ def import_run(
     if not any("loss" in row or "val_loss" in row for row in rows.values()):
         raise RecipeError(
             f"{file}: there is no column 'loss' or 'val_loss'; give the name of such a column as loss=NAME"
+            f"{_both(known)}"
         )
     first = min(rows)
     shifted = {step + (first < 1): row for step, row in sorted(rows.items())}  # steps of some loops begin at 0
@@ -279,6 +296,14 @@ def import_run(
         for step, row in shifted.items():
             log.row(step, row.pop("loss", None), **{"seconds": None, **row})
     return Path(directory)
+
+
+def _both(known: Sequence[str]) -> str:
+    """Return the columns of a file and the columns that reports use, as the end of an error."""
+    return (
+        f"\ncolumns of the file: {name_some(known, 30) or 'none'}"
+        f"\ncolumns of a run: {', '.join(_KNOWN_COLUMNS)}, and any of your own"
+    )
 
 
 _REQUIRED = ("step", "loss", "val_loss")

@@ -182,10 +182,10 @@ def _no_logits(composed: Composition) -> Iterator[str]:
     for signal, where, _ in composed.optimizer.unprovided_signals():
         if signal == "max_logit":
             yield (
-                f"{where}: no layer of the model records attention logits ('max_logit'), without which a step raises an "
-                "error; put an eigengraft.MaxLogits into each attention layer and call it in the layer's forward, or "
-                "provide them by optimizer.provide('max_logit', ...). For a model without attention, choose a recipe "
-                "without this constraint"
+                f"{where}: no layer of the model records attention logits ('max_logit'), without which a step raises "
+                "an error; put an eigengraft.MaxLogits into each attention layer and call it in the layer's forward, "
+                "or provide them by optimizer.provide('max_logit', ...). For a model without attention, choose a "
+                "recipe without this constraint"
             )
 
 

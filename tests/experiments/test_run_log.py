@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from eigengraft.experiments.files import JsonLines, read_object
 from eigengraft.experiments.run_log import ROW_COLUMNS
 
 from ..cli import invoke
-from ..refusals import refused
+from ..refusals import refused, warned
 
 
 def write(directory: Path, values: list[float], **settings: object) -> Path:
@@ -102,6 +103,25 @@ def test_a_loop_that_is_run_again_continues_its_log(tmp_path: Path) -> None:
     assert (result["train_loss"], result["steps"], result["step_ms"]) == (40.0, 4, 1000.0)
     with refused(RecipeError, tmp_path / "run"):
         RunLog(tmp_path / "run", "my text", 4)
+
+
+def test_the_row_of_the_last_step_completes_the_run(tmp_path: Path) -> None:
+    RunLog(tmp_path, "my text", 2).row(2, 1.0)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with refused(RecipeError, tmp_path):
+        RunLog(tmp_path, "my text", 2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before and read_object(tmp_path / "result.json")["steps"] == 2
+
+
+def test_a_log_that_begins_again_warns_of_the_rows_that_it_replaces(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, "my text", 4)
+    log.row(1, 4.0)
+    log.row(2, 3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RunLog(tmp_path, "my text", 4).row(2, 3.5)
+    with warned(UserWarning, tmp_path, "step 1", "2 rows", "step 2"):
+        RunLog(tmp_path, "my text", 4).row(1, 5.0)
 
 
 def test_a_block_that_raises_leaves_an_unfinished_run_and_nan_is_a_divergence(tmp_path: Path) -> None:
@@ -294,9 +314,10 @@ def test_runs_with_nothing_but_a_training_loss_are_compared_by_it(tmp_path: Path
     [
         ("step,loss\n1,a\n", {"loss": "loss"}, ("loss",)),
         ("step,loss,val_loss\n1,2,a\n", {}, ("val_loss",)),
-        ("loss\n1\n", {"loss": "loss"}, ("step",)),
-        ("step,accuracy\n1,2\n", {}, ("loss", "val_loss")),
-        ("step,loss,eval\n1,2,3\n", {"val_loss": "evall"}, ("val_loss=evall", "'eval'")),
+        ("loss,note\n1,a\n", {"loss": "loss"}, ("step", "loss, note", "val_accuracy")),
+        ("step,accuracy\n1,2\n", {}, ("loss", "val_loss", "step, accuracy", "val_accuracy")),
+        ("step,loss,eval\n1,2,3\n", {"val_loss": "evall"}, ("val_loss=evall", "'eval'", "step, loss, eval", "tokens")),
+        ("", {}, ("'loss'", "none")),
         ("step,loss,val\n1,2,3\n", {}, ("'val'", "val_loss=val", "val=val")),
         ("step,loss,Eval/Loss\n1,2,3\n", {}, ("val_loss=Eval/Loss",)),
         ("step,loss\n-5,2\n3,1\n", {}, ("row 1", "-5")),
