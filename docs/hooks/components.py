@@ -17,6 +17,7 @@ from eigengraft.optimizers.recipe.routing import Match
 from eigengraft.optimizers.write.failure import Failure
 from eigengraft.reference import (
     aliases_in_contract,
+    constructor_of,
     contract_of,
     first_sentence,
     public_module,
@@ -95,7 +96,7 @@ def contract_section(name: str, family: type[Component]) -> list[str]:
             parts.append(f"[`{cls.__name__}`]({link}) is described with the Python interface.")
             continue
         parts += [f"### {cls.__name__}", docstring(inspect.getdoc(cls) or "", formula_first=False)]
-        parts.append(f"`from {public_module(cls)} import {cls.__name__}`")
+        parts.append(f"`from {public_module(cls)} import {cls.__name__}`, `{constructor_of(cls)}`")
         if inspect.isabstract(cls):
             methods = [f"`{one.signature}`: {inline(one.meaning)}" for one in contract_of(cls)]
             parts.append("\n".join(f"- {text}" for text in methods))

@@ -5,6 +5,7 @@ The commands `list`, `show` and `diff` print it.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import sys
@@ -17,7 +18,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from eigengraft.errors import RecipeError, did_you_mean
-from eigengraft.reference import contract_of, fields_of, first_sentence, flow, public_module, summary, type_text
+from eigengraft.reference import (
+    aliases_in_contract,
+    constructor_of,
+    contract_of,
+    fields_of,
+    first_sentence,
+    flow,
+    public_module,
+    summary,
+    type_text,
+    types_in_contract,
+)
 
 from .arguments import Imports
 from .console import print_table
@@ -374,43 +386,66 @@ def _formula(cls: type[Component]) -> str:
     return f"{first}\n{line}" if "<-" in line and "<-" not in first else first
 
 
-def print_signal(name: str) -> bool:
+def names_signal(name: str) -> bool:
+    """Return True for the name of a signal, and for the words `signal` and `signals`."""
+    from eigengraft.signals import known_signals
+
+    return _in_either_number(name, (SIGNALS,)) == SIGNALS or name in known_signals()
+
+
+def print_signal(name: str) -> None:
     """Print the description of a signal, which is an input of stages beside the gradient. The words `signal` and
-    `signals` print a list of all. Return False, and print nothing, if there is no such signal.
+    `signals` print a list of all.
     """
     from eigengraft.signals import known_signals
 
     if _in_either_number(name, (SIGNALS,)) == SIGNALS:
         list_command(SIGNALS)
-        return True
-    if (signal := known_signals().get(name)) is None:
-        return False
+        return
+    signal = known_signals()[name]
     typer.echo(f"signal {name}: {signal.about}\n\nextent: {signal.extent}\nreduce: {signal.reduce}")
     if signal.by:
         typer.echo(f"provided by: {signal.by}")
     typer.echo(f"\nA stage requests it by Request('{name}') in its traits. `eigengraft list {SIGNALS}` lists all.")
-    return True
 
 
-def print_family(name: str) -> bool:
-    """Print the docstring of a family, the methods that a member of it defines, and the path of an example file.
+def names_family(name: str) -> bool:
+    """Return True for the name of a family, in the singular or the plural."""
+    registered = _registered()
+    return _in_either_number(name, registered) in registered
 
-    Return False, and print nothing, if there is no such family.
+
+def print_family(name: str) -> None:
+    """Print the docstring of a family, the methods that a member of it defines, the types in their signatures, and the
+    path of an example file.
     """
     registered = _registered()
     name = _in_either_number(name, registered)
-    family = registered.get(name)
-    if family is None:
-        return False
+    family = registered[name]
     typer.echo(f"{name} is a family of components. `eigengraft list {name}` lists its kinds.\n\n{summary(family)}\n")
     typer.echo(f"A member of your own is a class with the base {public_module(family)}.{family.__name__}. It defines:")
-    for one in contract_of(family):
-        typer.echo(f"\n  {one.signature}" + ("  (required)" if one.required else ""))
-        typer.echo(textwrap.indent(one.meaning, "      "))
+    typer.echo(_members_text(family))
+    types, aliases = types_in_contract(family), aliases_in_contract(family)
+    if types or aliases:
+        typer.echo("\nTypes in these signatures:")
+    for cls in types:
+        typer.echo(f"\n  {constructor_of(cls)}  (`from {public_module(cls)} import {cls.__name__}`)")
+        typer.echo(textwrap.indent(inspect.getdoc(cls) or "", "      "))
+        if inspect.isabstract(cls):
+            typer.echo(textwrap.indent(_members_text(cls), "    "))
+    for alias, (definition, meaning) in aliases.items():
+        typer.echo(f"\n  {alias} = {definition}\n{textwrap.indent(meaning, '      ')}")
     file = Path(__file__).parents[1] / "examples" / "components" / f"{name}.py"
     if file.is_file():
         typer.echo(f"\nA complete file, with its check: {file}")
-    return True
+
+
+def _members_text(cls: type[Any]) -> str:
+    """Return the methods, properties and class variables that a subclass may define, with their docstrings."""
+    return "\n".join(
+        f"\n  {one.signature}{'  (required)' if one.required else ''}\n{textwrap.indent(one.meaning, '      ')}"
+        for one in contract_of(cls)
+    )
 
 
 def _about(cls: type[Component]) -> str:

@@ -259,18 +259,17 @@ def show_command(
         )
     path = Path(source)
     if not path.is_file() and source not in shipped_recipes():
-        kinds, changes = catalog.find_kinds(source), overrides or task is not None or short
-        refusal = ValueError(
-            f"show {source}: overrides, --task and --short have no effect on a component, family or signal; give a "
-            "recipe"
-        )
-        if kinds and changes:
-            raise refusal
-        for family, member in kinds:
-            catalog.print_kind(family, member)
-        if kinds or catalog.print_family(source) or catalog.print_signal(source):
-            if changes:
-                raise refusal
+        kinds, is_family = catalog.find_kinds(source), catalog.names_family(source)
+        if kinds or is_family or catalog.names_signal(source):
+            if overrides or task is not None or short:
+                raise ValueError(
+                    f"show {source}: overrides, --task and --short have no effect on a component, family or signal; "
+                    "give a recipe"
+                )
+            for family, member in kinds:
+                catalog.print_kind(family, member)
+            if not kinds:
+                (catalog.print_family if is_family else catalog.print_signal)(source)
             return
         if path.suffix not in (".yaml", ".yml") and not source.lstrip().startswith("{"):
             raise catalog.unknown(source)

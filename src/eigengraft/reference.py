@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import is_dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -279,16 +279,32 @@ def types_in_contract(family: type[BaseModel]) -> list[type[Any]]:
     return [cls for cls in plain if hasattr(cls, "_fields") or is_dataclass(cls) or inspect.isabstract(cls)]
 
 
+def constructor_of(cls: type[Any]) -> str:
+    """Return the arguments that make an object of a class, as `Root(value: Tensor, ok: Tensor | None = None)`.
+
+    Return the name alone for an abstract class.
+    """
+    if inspect.isabstract(cls):
+        return cls.__name__
+    signature = inspect.signature(cls)
+    return f"{cls.__name__}{_arguments(signature, list(signature.parameters.values()))}"
+
+
 def _written(name: str, value: object, function: Any) -> str:
     """Return the signature of a method as one writes it, without `self`."""
     signature = inspect.signature(function)
     result = type_name(signature.return_annotation)
     if isinstance(value, property):
         return f"{name} -> {result}  (property)"
-    parameters = [one.replace(annotation=_Text(type_name(one.annotation))) for one in signature.parameters.values()][1:]
-    text = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    text = _arguments(signature, list(signature.parameters.values())[1:])
     decorator = "  (class method)" if isinstance(value, classmethod) else ""
     return f"{name}{text} -> {result}{decorator}"
+
+
+def _arguments(signature: inspect.Signature, parameters: Iterable[inspect.Parameter]) -> str:
+    """Return parameters of a signature in parentheses, with their types as one writes them in code."""
+    typed = [one.replace(annotation=_Text(type_name(one.annotation))) for one in parameters]
+    return str(signature.replace(parameters=typed, return_annotation=inspect.Signature.empty))
 
 
 def _class_variables(cls: type[Any]) -> Iterator[tuple[str, str]]:

@@ -541,15 +541,29 @@ class TestShowKind:
         assert Path(output.split()[-1]).is_file() and "  due(" not in output
         check_said(succeeds("show", "task"), "load() -> Dataset", "reports_accuracy: ClassVar[bool] = False")
 
+    @pytest.mark.parametrize(
+        ("family", "shown"),
+        [
+            ("root_solver", ("\n  Root(value: Tensor, ok: Tensor | None = None,", "preconditioners import Root`")),
+            ("basis_solver", ("\n  Basis(q: Tensor, order:", "\n  Diagonal = Callable[[Tensor], Tensor]")),
+            ("task", ("\n  Dataset  (", "\n      evaluation() -> Iterator[Batch]  (required)")),
+        ],
+    )
+    def test_types_in_the_signatures_of_a_family_are_shown_too(self, family: str, shown: tuple[str, ...]) -> None:
+        output = succeeds("show", family)
+        assert all(text in output for text in shown)
+
     def test_the_short_form_leaves_out_defaults(self) -> None:
         long, short = succeeds("show", "soap_int8"), succeeds("show", "soap_int8", "--short")
         assert "warm_start: false" in long and "warm_start" not in short and "max_skew: 4.0" in short
         assert long.partition("routes:")[0] != short.partition("routes:")[0]
 
-    def test_a_component_takes_no_overrides(self) -> None:
-        result = call("show", "rms", "beta=0.9")
-        assert result.exit_code == 2
-        check_said(result.stderr, "rms", "--task")
+    @pytest.mark.parametrize("source", ["rms", "stage.shampoo", "cadence", "signals", "max_logit"])
+    @pytest.mark.parametrize("option", ["beta=0.9", "--short"])
+    def test_a_component_takes_no_overrides(self, source: str, option: str) -> None:
+        result = call("show", source, option)
+        assert result.exit_code == 2 and not result.stdout
+        check_said(result.stderr, source, "--task")
 
 
 class TestShow:
