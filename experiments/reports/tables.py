@@ -362,7 +362,8 @@ _HEAD = 10
 def latex(table: TextTable) -> str:
     """Return a LaTeX table with its caption and its label, `tab:` and the words of its title joined by hyphens.
 
-    Columns that do not fit on a page follow below, after the first column. An empty cell is a dash.
+    Columns that do not fit on a page follow in further tables, each after the first column. The labels of these tables
+    end in -2, -3 and so on. So a paper can use the first table alone. An empty cell is a dash.
     """
     columns = []
     for place, head in enumerate(table.heads):
@@ -378,12 +379,17 @@ def latex(table: TextTable) -> str:
             width = first[0]
         blocks[-1].append(column)
         width += column[0]
-    caption = _escaped(f"{table.title}. {table.note}".strip())
-    label = "-".join(re.findall(r"[a-z0-9.]+", table.title.lower()))
-    begin = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}", f"\\label{{tab:{label}}}"]
-    begin.append("\\footnotesize\\setlength{\\tabcolsep}{4pt}")
-    parts = "\n\\par\\medskip\n".join(_tabular([(lines, cells) for _, lines, cells in block]) for block in blocks)
-    return "\n".join([*begin, parts, "\\end{table}"])
+    title, label = _escaped(table.title), "-".join(re.findall(r"[a-z0-9.]+", table.title.lower()))
+    captions = {label: f"{title}. {_escaped(table.note)}".strip()}
+    for number in range(2, len(blocks) + 1):
+        captions[f"{label}-{number}"] = rf"{title}, further columns of Table~\ref{{tab:{label}}}."
+    parts = []
+    for (own, caption), block in zip(captions.items(), blocks, strict=True):
+        begin = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}", f"\\label{{tab:{own}}}"]
+        begin.append("\\footnotesize\\setlength{\\tabcolsep}{4pt}")
+        tabular = _tabular([(lines, cells) for _, lines, cells in block])
+        parts.append("\n".join([*begin, tabular, "\\end{table}"]))
+    return "\n\n".join(parts)
 
 
 def _tabular(columns: Sequence[tuple[list[str], list[TableCell]]]) -> str:

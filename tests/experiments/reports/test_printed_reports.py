@@ -536,11 +536,14 @@ def test_tables_in_markdown_and_latex(grid):
 
 @pytest.mark.parametrize("columns", [2, 9, 30])
 def test_a_latex_table_fits_on_a_page(columns):
-    """Measured in Computer Modern: columns that do not fit are below the others, again with the names of the rows."""
+    """Measured in Computer Modern: columns that do not fit are in further tables, again with the names of the rows."""
     head, cell = "final validation loss of it", "\u22120.467 [\u22120.547, \u22120.386]"
     names = ["soap_fitted-every-step", "adamw"]
     rows = [[TableCell(name), *[TableCell(f"{cell} {n}", bold=True) for n in range(columns)]] for name in names]
     text = latex(TextTable("study", "", ["method", *[f"{head} {place}" for place in range(columns)]], rows))
+    labels = re.findall(r"\\label\{(.*)\}", text)
+    assert labels == ["tab:study", *(f"tab:study-{number}" for number in range(2, text.count(r"\begin{table}") + 1))]
+    assert text.count(r"\toprule") == len(labels) == text.count(r"\ref{tab:study}") + 1
     font = FontProperties(fname=str(Path(matplotlib.get_data_path(), "fonts", "ttf", "cmr10.ttf")))
     shown = dict.fromkeys(range(columns), 0)
     for part in text.split(r"\toprule")[1:]:
