@@ -295,6 +295,7 @@ class Bench(Component, ABC, family="bench"):
         """Measure one candidate on one problem, and return the rows of the results. If the candidate raises an error,
         return one row with the error in the column `problem`.
 
+        fields: field `fields` of the problem.
         given: the object that `Problem.make` returned.
         """
         try:
@@ -326,9 +327,9 @@ class Bench(Component, ABC, family="bench"):
 
     @final
     def milliseconds(self, work: Callable[[], Any]) -> float:
-        """Return the median milliseconds of a call.
+        """Return the median milliseconds of a call of the function `work`.
 
-        The first call is not timed. The calls after it are repeated for at least `seconds`.
+        The first call is not timed. The calls after it are repeated for at least `seconds`, a field of the bench.
         """
         from torch.utils.benchmark import Timer  # imports torch's builder of C++ extensions, which takes seconds
 

@@ -162,6 +162,7 @@ class BudgetBench(DampedBench):
 
         interval: steps between two roots, by which the time to solve and encode is divided.
         roots: for each factor of the layer, its root and the damped factor.
+        given: the factors of the layer, and the times that were measured so far.
         """
         name, kept, spent, held = quantizer_label(storage), 1.0, 0.0, 0
         for (root, damped), past in zip(roots, given.histories, strict=True):
@@ -285,8 +286,9 @@ def _squares(z: Tensor, a: Tensor) -> Tensor:
 def _front(cost: str) -> view.LinePoints:
     """Return a function that computes the Pareto front of (cost, error) from the rows of a candidate.
 
-    A candidate is a solver, and each of its rows has one layer, interval and storage. The front is that of all
-    intervals and storages on the worst layer, on which their smallest error is largest.
+    A candidate is a solver, and each of its rows has one layer, interval and storage. The front is computed from the
+    rows of the worst layer. Each layer has a smallest error over its rows, and the worst layer has the largest of these
+    smallest errors.
 
     cost: column of the rows that has the cost, "milliseconds" or "bytes".
     """

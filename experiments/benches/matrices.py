@@ -231,8 +231,12 @@ def run_gradients(source: str, width: int, samples: int, steps: int) -> dict[str
     """Return gradients `[samples, width, width]` of each layer of an experiment or run, scaled as in `layer_gradients`.
 
     A layer with a side below `width` is left out. The gradients of all other layers are cut to their leading `width` x
-    `width` entries. For an embedding these can all be 0, because its first rows belong to bytes that a text may not
-    have.
+    `width` entries. For an embedding these entries can all be 0, because the first rows of an embedding belong to bytes
+    that a text may not have.
+
+    source: path of an experiment file, or of the directory of a run.
+    samples: number of gradients. Each is that of a new batch, at the same weights.
+    steps: number of training steps before the first of these gradients.
     """
     found = _samples(source, steps, samples, width)
     if not found:
@@ -255,6 +259,8 @@ def trained_factors(source: str, at: tuple[int, ...], beta: float) -> dict[str, 
 
     A <- beta A + (1 - beta) G G^T for axis 0 and G^T G for axis 1, bias corrected. A factor is a list of matrices
     `[1, d, d]` in float64: its values after the numbers of steps in `at`. An axis longer than LONGEST has no factor.
+
+    source: path of an experiment file, or of the directory of a run.
     """
     means: dict[str, Tensor] = {}
     found: dict[str, dict[int, Tensor]] = {}
@@ -345,16 +351,16 @@ def _statistics(group: Mapping[str, Any]) -> set[str]:
 
 
 def relative_error(x: Tensor, reference: Tensor) -> Tensor:
-    """Return ||X - Y||_F / ||Y||_F of stacks `[N, m, n]`, in float64."""
+    """Return ||X - Y||_F / ||Y||_F `[N]` of stacks X (`x`) and Y (`reference`) `[N, m, n]`, in float64."""
     x = x.double()
     error: Tensor = torch.linalg.matrix_norm(x - reference) / torch.linalg.matrix_norm(reference)
     return error
 
 
 def angle(x: Tensor, reference: Tensor) -> Tensor:
-    """Return the angle in degrees between two matrices, taken as vectors x and y.
+    """Return the angles `[N]` in degrees between the matrices of two stacks `[N, m, n]`, taken as vectors x and y.
 
-    It is computed as 2 asin(|x/|x| - y/|y|| / 2), which is exact for tiny angles too.
+    An angle is computed as 2 asin(||x/||x|| - y/||y|||| / 2), which is exact for tiny angles too.
     """
     x = x.double()
     x = x / torch.linalg.matrix_norm(x, keepdim=True)
@@ -364,7 +370,7 @@ def angle(x: Tensor, reference: Tensor) -> Tensor:
 
 
 def inverse_power(a: Tensor, exponent: float) -> Tensor:
-    """Return A^(-e) in float64 for positive definite A `[N, d, d]`."""
+    """Return A^(-e), with e the exponent, in float64 for positive definite A `[N, d, d]`."""
     values, q = torch.linalg.eigh(a.double())
     root: Tensor = (q * values.unsqueeze(1).pow(-exponent)) @ q.mT
     return root
@@ -385,7 +391,8 @@ class MatrixSource:
 
     name: label of the spectrum, or names of the parameter and its factor.
     size: order d.
-    stack: function that returns the matrices `[N, d, d]` in float64, or None if the spectrum has no such matrices.
+    stack: function that returns the matrices `[N, d, d]` in float64. It returns None if the spectrum has no matrices of
+        order d.
     spectrum: the spectrum; None for the user's own matrices.
     """
 
@@ -490,8 +497,8 @@ class MatrixBench(OwnMatrices, ABC):
         return super().idle_fields() | ({} if self.record else {"steps": "`record` names no run"})
 
     def sources(self) -> list[MatrixSource]:
-        """Return where test matrices come from: each spectrum in each size, or the statistics of each of the user's own
-        layers (`checkpoint`, `record`).
+        """Return the sources of test matrices: each spectrum in each size or, if `checkpoint` or `record` is given, the
+        statistics of each of the user's own layers.
         """
         if not self.own:
             return [
@@ -514,7 +521,7 @@ class MatrixBench(OwnMatrices, ABC):
 
         error: column of the rows that has the error.
         y: label of the vertical axis.
-        same: columns whose value in the first row selects the rows that are drawn, such as "dtype".
+        same: columns such as "dtype". Only rows that have the value of the first row in each of them are drawn.
         band: error that is drawn as a horizontal line, to compare with.
         """
         swept = {label(spectrum) for spectrum in self.spectra if isinstance(spectrum, Geometric)}

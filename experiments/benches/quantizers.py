@@ -282,7 +282,10 @@ class QuantizerBench(DampedBench):
 
 
 def _where(more: str) -> Callable[[Row], str]:
-    """Return a function from a row of the results to the name of its problem: exponent, size and dtype, then `more`."""
+    """Return a function from a row of the results to the name of its problem: exponent, size and dtype, then `more`.
+
+    more: text with the choice of rows and the cost that a recommendation is about, such as ", fewest bytes".
+    """
     return lambda row: f"A^(-{row['exponent']}), {row['size']} x {row['size']}, {row['dtype']}{more}"
 
 
@@ -357,7 +360,12 @@ class StorageProblem:
 
 @dataclass(frozen=True)
 class StoredStack:
-    """A stack of matrices `x`, and the codes that a quantizer stores for them after `step` encodings."""
+    """A stack of matrices `x`, and the codes that a quantizer stores for them after `step` encodings.
+
+    role: use of the matrices: "statistic", "basis" or "root".
+    seed: seed of the first matrix. Each further matrix has the next larger seed.
+    codes: the stored codes; None before the first encoding.
+    """
 
     quantizer: Quantizer
     x: Tensor

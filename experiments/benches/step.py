@@ -82,7 +82,7 @@ def matrices() -> Shapes:
 
 
 def squares(blocks: int = 256, size: int = 32) -> Shapes:
-    """Return the shapes of many square matrices of one size."""
+    """Return the shapes of `blocks` square matrices of order `size`."""
     return [(size, size) for _ in range(blocks)]
 
 

@@ -103,8 +103,10 @@ class Panel:
     lines: name -> function that returns the points of a line. For each candidate a line is drawn, and "{}" in the name
         stands for the candidate.
     keep: function that returns True for rows that are drawn.
-    same: fields whose value in the first row selects the rows that are drawn. The panel's title shows this value.
-    largest: fields whose largest value selects the rows that are drawn. The panel's title shows this value.
+    same: fields such as "dtype". Only rows that have the value of the first row in each of them are drawn. The panel's
+        title shows this value.
+    largest: fields such as "size". Only rows that have the largest value in each of them are drawn. The panel's title
+        shows this value.
     band: number or interval to compare with, drawn as a line or a band; None: not drawn.
     """
 
@@ -234,8 +236,8 @@ def cell(
 
     column: column of the rows that has the number to show.
     how: "first" for the number of the first row, else the reduction of all rows to one number (see `reduction`).
-    form: function that formats the number. If there is no number, the text is empty.
-    of: function that selects the rows to use. If it selects none, the text is a dash.
+    form: function that formats the number. If there is no number, the text of the cell is empty.
+    of: function that selects the rows to use. If it selects none, the text of the cell is a dash.
     """
 
     def text(rows: BenchRows) -> str:

@@ -43,8 +43,8 @@ def override_argument(text: str) -> Any:
 def _all_have_effect(overrides: list[str] | None) -> list[str] | None:
     for first, second in combinations(overrides or (), 2):
         path, later = _path(first), _path(second)
-        # `second` replaces the value that `first` sets if it names the same field, a field that contains this field, or
-        # the `kind` of a component that contains this field.
+        # `first` sets a field. `second` replaces its value if `second` sets the same field, a field that contains this
+        # field, or the `kind` of a component that contains this field.
         if "=" in first and (path == later or path.startswith(f"{later.removesuffix('.kind')}.")):
             remedy = "remove one of the two" if path == later else f"put '{second}' before it"
             raise RecipeError(f"override '{first}': has no effect, as '{second}' replaces it; {remedy}")

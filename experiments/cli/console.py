@@ -84,9 +84,9 @@ def print_routing(optimizer: eigengraft.Optimizer) -> None:
 def print_storage(optimizer: eigengraft.Optimizer) -> None:
     """Print a table with a row for each slot, as comments of YAML.
 
-    A row has the bytes of the slot in the dtype in which it is computed, the bytes in its storage format, and the
-    latter divided by the number of entries of all parameters. If slots are offloaded, a column says where each slot is
-    stored between steps.
+    A row has the bytes of the slot in the dtype in which it is computed, the bytes in its storage format (stored
+    bytes), and the stored bytes divided by the number of entries of all parameters. If slots are offloaded, a column
+    says where each slot is stored between steps.
     """
     parameters = sum(math.prod(row.shape) for row in optimizer.routing_table())
     slots = [row for row in optimizer.slot_sizes() if row.role not in ("count", "failures")]

@@ -85,6 +85,8 @@ def _timed(recipe: Recipe, parameters: Sequence[Any]) -> Recipe:
     """Measure the time of a step for one block of each shape on this machine, and print the times as YAML.
 
     Return the recipe with these times in `distribution.work`.
+
+    parameters: names and shapes of the parameters, or their descriptions (`ParamInfo`).
     """
     import json
 
@@ -207,8 +209,10 @@ def print_growth(plans: Sequence[Plan], unit: str) -> None:
 
 
 def remarks(plan: Plan, unit: str) -> list[str]:
-    """Return lines with numbers of a plan that the table of its ranks does not show. Lines on the load of ranks are
-    left out if there is one rank.
+    """Return lines with numbers of a plan that are not in the table of its ranks, such as the imbalance of work over
+    ranks and the bytes of offloaded state. With one rank, there are only lines on offloaded state.
+
+    unit: unit of the work of a step, "FLOP" or "ms".
     """
     home = [name for name, share in plan.placements.items() if share.owners is None]
     agreement = plan.traffic["agreement"]

@@ -379,7 +379,9 @@ def _print_cells(preview: StudyPreview) -> None:
 
 
 def _print_differences(preview: StudyPreview) -> None:
-    """Print a table for each compared axis, with a row for each field in which its labels differ."""
+    """Print a table for each compared axis. A row has the values of one field that differs between labels of the axis,
+    with a column for each label.
+    """
     from ..reports.recipe_diff import diff_recipes
 
     for panels in preview.configs.values():
