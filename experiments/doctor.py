@@ -268,7 +268,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
 class Finding:
     """One thing that went wrong in a run.
 
-    kind: cause of the finding.
+    kind: name of the fault or of its cause, such as "stalled" or "learning rate".
     step: step at which the fault was seen; None: the finding is about the whole run.
     layer: name of the layer, or of its state; "" for none.
     text: a sentence that describes the observation.
@@ -549,11 +549,11 @@ class Record:
 
     @cached_property
     def began(self) -> tuple[str, str]:
-        """The layer in which a fault began, and a clause about it: its first update, relative to its weights, was far
-        larger than that of all other layers. Both are "" if there is no such layer.
+        """The layer in which a fault began, and a clause about this layer; both are "" if there is no such layer.
 
-        The update must also be large compared with usual initial weights (`share`), because a layer that begins nearly
-        at 0 has a large first ratio in healthy runs too.
+        It is the layer whose first update, relative to its weights, was far larger than that of every other layer. This
+        update must also be large compared with usual initial weights (`share`), because a layer that begins nearly at 0
+        has a large first ratio in healthy runs too.
         """
         firsts = self.run.layers.get("update_ratio_first", {})
         name = max(firsts, key=firsts.__getitem__, default="")
@@ -690,13 +690,13 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
 
 
 def _has_other_cause(record: Record, found: Finding, kinds: set[FindingKind]) -> bool:
-    """Return True if a finding of the kind "learning rate" or "stalled" follows from another finding. Its advice,
-    another learning rate, would then mislead.
+    """Return True if a finding `found` of the kind "learning rate" or "stalled" follows from another finding. The
+    advice of `found`, another learning rate, would then mislead.
 
     If initial weights, inputs, targets or the loss function are at fault, the losses of the run say nothing about the
     learning rate. A finding "learning rate" then follows from this fault, unless an update was too large. A finding
-    "stalled" follows from it too, and also from any finding that advises a lower learning rate, because its own advice
-    may be a higher one.
+    "stalled" follows from this fault too. It also follows from any finding that advises a lower learning rate, because
+    the advice of "stalled" may be a higher one.
 
     kinds: kinds of all findings of the run.
     """
@@ -952,8 +952,8 @@ def _of_fault(record: Record) -> Iterator[Finding]:
 
 
 def _extent(record: Record, fault: Fault) -> str:
-    """Return a clause about an imported run: in how many of its logged rows a loss is not finite, and if it is finite
-    again later.
+    """Return a clause about an imported run. It says in how many of the logged rows the training loss or the validation
+    loss is not finite, and from which step this loss is finite again.
 
     fault: the first loss that is not finite. The clause is appended to the text of this fault, which names its step.
     """

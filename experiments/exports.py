@@ -203,6 +203,7 @@ def _range(path: str, low: str | float, high: str | float) -> dict[str, Any]:
     """Return the entry of a search space of AlgoPerf for a hyperparameter with a range.
 
     path: path of the hyperparameter, which errors name.
+    low, high: ends of the range. The scale is logarithmic if `low` is positive.
     """
     try:
         ends = float(low), float(high)

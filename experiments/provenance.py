@@ -38,6 +38,8 @@ def provenance_changes(known: Mapping[str, Any], found: Mapping[str, Any]) -> li
     """Return a line "entry: recorded -> present" for each entry in which two environments differ.
 
     The line about the data names their present source, such as a path.
+
+    known, found: the recorded and the present environment.
     """
     # Imported here, because overrides.py imports torch, which reports do not need.
     from eigengraft.optimizers.recipe.overrides import differences
@@ -61,7 +63,8 @@ def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def variants(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a name for each of several declarations, made of the values in which they differ.
+    """Return a name for each of the declarations `found`, such as configurations of runs, made of the values in which
+    they differ.
 
     Equal declarations have equal names, and different declarations have different names. All names are empty if all
     declarations are equal.

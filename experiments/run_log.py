@@ -44,7 +44,10 @@ JSON has no NaN, so the loss itself is null. Without the second column the loss 
 
 
 def is_lost(row: Mapping[str, Any], column: str) -> bool:
-    """Return True if a loss of a row is NaN or infinite, and False if it is finite or was not logged."""
+    """Return True if a loss of a row is NaN or infinite, and False if it is finite or was not logged.
+
+    column: column of the loss, "loss" or "val_loss".
+    """
     return f"{column}{NOT_FINITE}" in row
 
 
@@ -203,7 +206,10 @@ def _first_fault(rows: Sequence[Mapping[str, Any]]) -> Fault:
 
 
 def _parsed(name: str, value: Any) -> float:
-    """Convert a value, such as a text or a tensor with one element, to a number. Raises ValueError if it cannot."""
+    """Convert a value, such as a text or a tensor with one element, to a number. Raises ValueError if this fails.
+
+    name: name of the value, for the error.
+    """
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
@@ -211,7 +217,7 @@ def _parsed(name: str, value: Any) -> float:
 
 
 def _whole(name: str, value: Any) -> int:
-    """Convert a value to an `int`. Raises ValueError if it is not a whole number."""
+    """Convert a value to an `int`. Raises ValueError, which begins with `name`, if it is not a whole number."""
     number = _parsed(name, value)
     if isinstance(value, str) or not number.is_integer():
         raise ValueError(f"{name}: it must be a whole number, got {value!r}")
@@ -219,7 +225,10 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """Return a setting as JSON stores it. Tensors, and arrays and numbers of NumPy, become numbers or lists."""
+    """Return a setting as JSON stores it. Tensors, and arrays and numbers of NumPy, become numbers or lists.
+
+    name: name of the setting, for the error.
+    """
     try:
         return json.loads(json.dumps(value, default=lambda own: own.tolist()))
     except (TypeError, AttributeError):
@@ -299,7 +308,7 @@ def import_run(
 
 
 def _both(known: Sequence[str]) -> str:
-    """Return the columns of a file and the columns that reports use, as the end of an error."""
+    """Return two lines for the end of an error: the columns of a file (`known`), and the columns that reports use."""
     return (
         f"\ncolumns of the file: {name_some(known, 30) or 'none'}"
         f"\ncolumns of a run: {', '.join(_KNOWN_COLUMNS)}, and any of your own"

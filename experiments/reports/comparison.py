@@ -139,14 +139,14 @@ class ComparisonRow:
         return target.first([run.evaluations(self.metric) for run in self.runs], self.metric.sign)
 
     def summary(self, field: str) -> Summary | None:
-        """Return the mean and the spread over seeds of a number in result.json or of a metric `val.NAME`. Return None
-        if no run has it.
+        """Return the mean and the spread over seeds of `field`: the name of a number in result.json, or of a metric
+        `val.NAME`. Return None if no run has this number.
         """
         found = ({**run.result, **run.metrics}.get(field) for run in self.runs)
         return summarize([value for value in found if value is not None])
 
     def mean(self, field: str) -> float | None:
-        """Return the mean over seeds of a number in result.json or of a metric `val.NAME`, None if no run has it."""
+        """Return the mean of `field` over seeds, as in `summary`; None if no run has this number."""
         summary = self.summary(field)
         return None if summary is None else summary.mean
 
@@ -355,10 +355,11 @@ def _lost(run: Run, metric: Metric, along: Abscissa) -> LostRun | None:
 
 @lru_cache(maxsize=2)
 def swept(records: Records) -> Records:
-    """Return the records with the axis of learning rates as the compared axis, if the study has one.
+    """Return the records with the axis of learning rates as the compared axis, if the study has such an axis.
 
-    The axis that the study compares, usually the axis of methods, becomes the last of all other axes. The runs of the
-    baseline come first. Other studies, and studies that already compare learning rates, are returned unchanged.
+    The axis that the study compares, usually the axis of methods, is then the last axis before that of the learning
+    rates. The runs of the baseline come first. Records of other studies, and of studies that already compare learning
+    rates, are returned unchanged.
     """
     rates = records.rates
     if rates in ("", records.compare):
@@ -527,7 +528,10 @@ def describe_comparisons(records: Records) -> list[str]:
 
 
 def _panels(conditions: Sequence[tuple[str, ...]]) -> str:
-    """Return ", for each of ..." with the labels of several panels; empty for a single panel."""
+    """Return ", for each of ..." with the conditions of several panels; empty for a single panel.
+
+    conditions: for each panel, its labels on the axes that are not compared.
+    """
     return f", for each of {'; '.join(', '.join(one) for one in conditions)}" if len(conditions) > 1 else ""
 
 

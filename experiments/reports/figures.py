@@ -34,7 +34,7 @@ _RESERVED = {"adamw": 0, "shampoo": 1, "soap_fitted": 2, "muon": 4}
 _HANDLE, CHARACTER = 0.5, 0.075
 """Widths in inches of the parts of a legend entry: its line with the spaces around it, and an average character."""
 _MARGIN = 0.75
-"""Width in inches of what is beside the axes: labels of the vertical axis, and spaces."""
+"""Width in inches of the parts of a figure beside its axes: labels of the vertical axis, and spaces."""
 _MANY = 100
 """Number of points of a curve above which its markers are drawn with a white edge, because the line may be noisy."""
 INK, _RULE = "#3c3c3d", "#d8d8d9"

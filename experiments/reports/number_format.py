@@ -42,15 +42,17 @@ def number_format(values: Iterable[float], errors: Iterable[tuple[float, float]]
 
 
 def _is_zero(size: float, decimals: int) -> bool:
-    """Return True if the number is printed as zero."""
+    """Return True if `size`, the absolute value of a number, is printed as zero with this many decimals."""
     return float(f"{size:.{decimals}f}") == 0
 
 
 def _decimals(size: float, digits: int) -> int:
-    """Return the decimals that show this many significant digits of a positive number."""
+    """Return the number of decimals with which a positive number `size` is printed with `digits` significant digits."""
     return digits - 1 - int(f"{size:.{digits - 1}e}".partition("e")[2])
 
 
 def format_loss(loss: float, decimals: int = 3) -> str:
-    """Return a loss as text. A small loss has three significant digits (see `number_format`)."""
+    """Return a loss as text, with `decimals` decimals, or with three significant digits if it is too small for them
+    (see `number_format`).
+    """
     return format(loss, number_format([loss], decimals=decimals))

@@ -384,7 +384,8 @@ class Records:
         the baseline.
     originals: label of the report -> label of the study, for labels that the report shows under other names.
     tuned_in: where the learning rates were tuned, if the study says so.
-    selected: labels of the runs if others are left out, each with its axis unless this is `compare`; (): all runs.
+    selected: labels to which the report is limited, because other runs were left out. A label on an axis other than
+        `compare` is written `axis=label`. (): no run was left out.
     """
 
     name: str
@@ -468,7 +469,7 @@ class Records:
     def rates(self) -> str:
         """The axis of learning rates; empty if there is none.
 
-        Of several such axes, it is the compared axis if this is one of them, else the last.
+        If there are several, it is the compared axis if that is an axis of learning rates, else the last of them.
         """
         common = (axis for axis in self.axes if all(axis in run.labels for run in self.runs))
         found = [axis for axis in common if is_rate(axis, self.axes[axis])]

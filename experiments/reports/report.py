@@ -291,7 +291,7 @@ class Report:
 
     @property
     def footnote(self) -> str:
-        """A sentence about the sign † in figures; "" if no figure has it. It belongs into their captions."""
+        """A sentence that explains the sign † in figures, for their captions; "" if no figure has this sign."""
         busy = "seconds" in self.x and any(panel.busy for panel in self.panels)
         return BUSY if busy else ""
 

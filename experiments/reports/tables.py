@@ -247,7 +247,7 @@ def panel_format(panels: Sequence[ComparisonPanel]) -> str:
 
 
 def format_summary(summary: Summary | None, form: str) -> str:
-    """Return mean and spread as text.
+    """Return mean and spread as text; "diverged" if the mean is not finite, and a dash for None.
 
     form: format of both numbers, such as ".3f".
     """
@@ -282,8 +282,8 @@ def format_difference(row: ComparisonRow, form: str) -> tuple[str, str]:
 
 
 def signed(value: float, form: str) -> str:
-    """Return a number with its sign. A negative number has a typographic minus sign; the minus of an exponent stays a
-    hyphen.
+    """Return a number with its sign, in the format `form`, such as ".3f". A negative number has a typographic minus
+    sign; the minus of an exponent stays a hyphen.
     """
     text = format(value, f"+{form}")
     return text.replace("-", _MINUS, 1) if text.startswith("-") else text

@@ -57,7 +57,10 @@ class CellPair(Component):
     )
 
     def require_axes(self, study: Study, where: str) -> None:
-        """Raise ValueError if `of` or `than` names an axis or a label that the study does not have."""
+        """Raise ValueError if `of` or `than` names an axis or a label that the study does not have.
+
+        where: path of this pair in the file of claims, for the error.
+        """
         wanted = [("of", axis, label) for axis, some in self.of.items() for label in some]
         for side, axis, label in [*wanted, *(("than", *one) for one in self.than.items())]:
             require_known(f"{where}.{side}", "axis", axis, study.axes)
@@ -293,6 +296,8 @@ def fit_loss_curve(steps: Sequence[float], losses: Sequence[float]) -> LossCurve
     """Fit a `LossCurve` to losses by least squares: a search for the exponent, and a linear fit of floor and scale.
 
     Raises ValueError for fewer than four lengths of runs, because the curve has three parameters.
+
+    steps, losses: for each run, its number of steps and its last loss.
     """
     if len(set(steps)) < 4:
         raise ValueError(
@@ -305,7 +310,7 @@ def fit_loss_curve(steps: Sequence[float], losses: Sequence[float]) -> LossCurve
     def linear(exponent: float) -> tuple[float, float, float]:
         """Return the squared error, the floor and the scale of the best fit with this exponent.
 
-        The scale belongs to steps divided by those of the longest run.
+        The fitted curve is floor + scale (n / N)^-exponent, for n steps, with N the steps of the longest run.
         """
         columns = np.stack([np.ones_like(n), (n / n.max()) ** -exponent], axis=1)
         (floor, scale), *_ = np.linalg.lstsq(columns, y, rcond=None)

@@ -48,7 +48,10 @@ def paper_pages(folder: Path) -> dict[Path, str]:
 
 
 def claims_table(claims: Mapping[str, PaperClaim], found: Mapping[str, ClaimFinding]) -> str:
-    """Return a table with a row for each claim. A row has the required interval, the measured value and the verdict."""
+    """Return a table with a row for each claim. A row has the required interval, the measured value and the verdict.
+
+    claims, found: each claim and its finding, by the name of the claim.
+    """
     heads = ("claim", "source", "published", "required", "measured [95 % interval]", "seeds", "p (Holm)", "verdict")
     rows = []
     for name, claim in claims.items():
