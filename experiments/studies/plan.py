@@ -128,8 +128,10 @@ def plan_runs(study: Study, tuned: Mapping[str, TunedCell] | None = None) -> lis
 
 
 def _located(study: Study, fault: str, names: Sequence[str]) -> str:
-    """Return the text of a fault with its place: its axis if the text begins with the name of an axis and all cells
-    have the fault. Otherwise, the place is up to four cells that have it.
+    """Return the text of a fault with its place before it.
+
+    The place is "axes." if the text begins with the name of an axis and all cells have the fault. Otherwise, the place
+    is the names of up to four cells that have the fault.
 
     names: names of the cells that have the fault.
     """
@@ -138,8 +140,12 @@ def _located(study: Study, fault: str, names: Sequence[str]) -> str:
 
 
 def changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Experiment:
-    """Return the experiment `base` with values set by dotted path. Raises RecipeError if the result is invalid."""
-    # Whole fields, such as `recipe`, are set before paths, because a path into a recipe is one of the cell's recipe.
+    """Return the experiment `base` with values set by dotted path. Raises RecipeError if the result is invalid.
+
+    changes: values by dotted path.
+    """
+    # Whole fields, such as `recipe`, are set before paths into them, because a path such as `recipe.update.rms.beta`
+    # then changes the recipe of the cell, not that of the base.
     complete = {path: value for path, value in changes.items() if path in Experiment.model_fields}
     deep = [f"{path}={json.dumps(value)}" for path, value in changes.items() if path not in complete]
     return load_experiment({**base, **complete}, deep)
@@ -215,7 +221,7 @@ def plan_study(study: Study, directory: Path, failed: Collection[str] = ()) -> S
     Raises RecipeError if a cell is invalid or its runs cannot start, if a task does not report the metric, or if
     `directory` has runs with other settings, code or data.
 
-    failed: directories of runs that failed; in searches, their values count as diverged.
+    failed: directories of runs that failed. In a search, the values that such a run has tried count as diverged.
     """
     if study.tune is not None or study.equal == "seconds":
         plan_runs(study)  # reports every invalid cell, where a search would stop at the first
@@ -253,10 +259,11 @@ def refuse_changed(planned: Iterable[PlannedRun], directory: Path) -> None:
 
 
 def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> None:
-    """Raise RecipeError if runs of these cells in `directory` had other code or data than the present ones.
+    """Raise RecipeError if runs in `directory` had other code or data than the present code and data.
 
-    Runs of searches are checked too. All runs of a study must have the same provenance, because finished runs and later
-    runs are averaged. A run without a result and without a checkpoint starts anew, so it is not compared.
+    The runs of all cells of `planned` are checked, runs of searches too. All runs of a study must have the same
+    provenance, because finished runs and later runs are averaged. A run without a result and without a checkpoint
+    starts anew, so it is not compared.
     """
     experiments = {Path(run.directory).parent: run.experiment for run in planned}
     data: dict[str, Fingerprint] = {}
@@ -276,9 +283,9 @@ def refuse_other_provenance(planned: Iterable[PlannedRun], directory: Path) -> N
 def refuse_changed_study(config: Mapping[str, Any], environment: Mapping[str, Any], directory: Path) -> None:
     """Raise RecipeError if runs of the study in `directory` had other code or data than a run that is about to train.
 
-    An imported file is compared with those runs in `directory` that import it too. The data are compared with those of
-    runs whose task has the same kind and the same data file. If the recorded data of such a run differ, the reason may
-    be another field of its task, so the data of its task are loaded and compared.
+    An imported file is compared only with runs in `directory` that import a file of the same name. Data are compared
+    only with runs whose task has the same kind and the same data file. Such a run may have recorded other data because
+    its task differs in another field. The data of its task are then loaded now, and compared with the recorded data.
 
     config, environment: configuration and environment of the run that is about to train.
     """
@@ -324,9 +331,10 @@ def _begun_runs(cells: Iterable[Path], directory: Path) -> Iterator[tuple[Path, 
 
 
 def _refuse_faults(faults: Mapping[str, Sequence[Path]], directory: Path) -> None:
-    """Raise RecipeError if there are faults.
+    """Raise RecipeError if there are faults. It lists the faults and the folders to remove.
 
-    faults: for each difference of code or data, the folders of the cells of the runs that have it, one for each run.
+    faults: for each difference of code or data, the runs that have it. A run is given by the folder of its cell.
+    directory: directory of the study.
     """
     if faults:
         affected = dict.fromkeys(folder for folders in faults.values() for folder in folders)
@@ -361,7 +369,7 @@ def plan_tuning(
     Runs and results depend on the runs in `directory` alone, so that a stopped search continues. Raises RecipeError if
     a run was made with other settings.
 
-    failed: directories of runs that failed; their values count as diverged.
+    failed: directories of runs that failed. The values that such a run has tried count as diverged.
     """
     planned: list[PlannedRun] = []
     tuned: dict[str, TunedCell] = {}
@@ -522,7 +530,7 @@ def plan_timing(study: Study, directory: Path, failed: Collection[str] = ()) -> 
 def _timed_run(study: Study, cell: Cell, turn: int) -> PlannedRun:
     """Return a run of only the first steps of the cell, without diagnostics and intermediate checkpoints.
 
-    It has only the callbacks that may provide signals, because without these its recipe may not run.
+    The run has only callbacks that may provide signals, because the recipe may need these signals.
 
     turn: number of the round, from 0.
     """

@@ -103,7 +103,7 @@ class _Worker:
 
 
 def run_pool(work: JobFunction, jobs: Sequence[Any], workers: int, attempts: int = 1) -> Iterator[PoolEvent]:
-    """Do all jobs in their order on `workers` processes, and yield their events. Leaving the iteration stops the
+    """Do all jobs in their order on `workers` processes, and yield events of the jobs. Leaving the iteration stops the
     processes.
 
     Raises RecipeError if the script of this process calls `require_guarded` outside of `if __name__ == "__main__"`, and
@@ -112,6 +112,8 @@ def run_pool(work: JobFunction, jobs: Sequence[Any], workers: int, attempts: int
     A job whose process died is started again until it has had `attempts` attempts. A job that raised an error is not
     started again. `work` and the jobs are pickled and processes are spawned, so that a script that calls this function
     needs `if __name__ == "__main__"`.
+
+    work: function that does one job. It receives an item of `jobs`, and a function that reports progress.
     """
     waiting = deque(range(len(jobs)))
     deaths = [0] * len(jobs)

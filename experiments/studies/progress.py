@@ -62,7 +62,8 @@ class Meter:
             self._bars.stop()
 
     def add(self, name: str, total: float, text: str = "", expected: float = 0.0) -> TaskID:
-        """Add a bar that ends at `total`, and return its number. `text` is printed after the bar.
+        """Add a bar that is complete at `total`, and return its number. `name` is printed before the bar, `text` after
+        the bar.
 
         expected: expected seconds from 0 to `total`; 0: the time left follows from the progress alone.
         """
@@ -78,8 +79,8 @@ class Meter:
         self._left.pop(bar, None)
 
     def update(self, bar: TaskID, done: float, text: str) -> None:
-        """Set how far a bar is, and its text. From 5 seconds after the first update on, the time left is added to the
-        text.
+        """Set the progress of a bar, `done` of its total, and its text. From 5 seconds after the first update on, the
+        time left is added to the text.
 
         The time left follows from the speed since the first update of the bar. The start of processes and compilation
         come before this update and do not count. If the bar has expected seconds, the time left is a mean of two times,

@@ -3,8 +3,8 @@
 A run is trained by only one worker at a time, however many workers and machines a study has. A worker holds the lease
 of a run while it trains the run. Creating a lease fails if the run has one, so that exactly one of several workers
 succeeds. The lease is removed when the run has ended or failed. The lease of a worker that died remains, and the next
-worker removes it before it creates its own. Each lease has a random token, by which it is removed. So if two workers
-find the lease of a dead worker, the slower one does not remove the new lease that the faster one has created.
+worker removes it before it creates its own. Each lease has a random token, and a lease is removed only by its token. So
+if two workers find the lease of a dead worker, the slower one does not remove the new lease of the faster one.
 
 `FileLeases` stores leases as files beside the run, `database.py` as rows of a table. Optuna's heartbeats are not used.
 These belong to `Study.optimize` and restart a dead trial as a new trial. With them, a run would not continue from its
@@ -70,8 +70,10 @@ class Leases(ABC):
 
     @abstractmethod
     def created(self, number: int) -> AbstractContextManager[Lease | None]:
-        """Create a lease of the run, which is alive during the `with` statement, and yield it. Yield None if one
-        exists.
+        """Create a lease of the run, which is alive during the `with` statement, and yield it. Yield None if the run
+        has a lease already.
+
+        number: number of the attempt, as in `Lease`.
         """
 
     @abstractmethod
@@ -89,7 +91,7 @@ class Leases(ABC):
 
     @contextmanager
     def hold(self) -> Iterator[int]:
-        """Hold the run inside the block. Yields 0 if another worker holds the run, else the number of the lease."""
+        """Hold the run inside the block. Yields 0 if another worker holds the run, else the number of the attempt."""
         number, last = 1, self.present()
         if last is not None:
             if self.alive(last):

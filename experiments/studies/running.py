@@ -44,7 +44,7 @@ class StudyEvent:
         "warned" if the run caused a warning; "elsewhere" if another worker holds the run.
     value: a Tick for "progress", a Result for "done", the reason as text for "failed" and "died", the text of the
         warning for "warned", else None.
-    fraction: share of the study's expected work that is done.
+    fraction: share of the expected seconds of all runs of the phase that is done.
     """
 
     run: PlannedRun
@@ -82,7 +82,7 @@ def prepare_study(
 ) -> PreparedStudy:
     """Check the study by `plan_study`, write its manifest, and return the runs to do. Nothing is run.
 
-    failed: directories of runs that failed; in searches, their values count as diverged.
+    failed: directories of runs that failed. In a search, the values that such a run has tried count as diverged.
     storage: URL of the database through which workers exchange results. The results in the database are copied to
         `directory` before the check. None: the workers share `directory`.
     """
@@ -125,7 +125,10 @@ def run_study(prepared: PreparedStudy, workers: int | None = None) -> Generator[
 def _pool_events(
     rendezvous: Rendezvous, runs: Sequence[PlannedRun], workers: int, elsewhere: list[PlannedRun]
 ) -> Iterator[tuple[PlannedRun, Kind, Any]]:
-    """Do `runs` in a pool and yield their events. A run that another worker holds is appended to `elsewhere`."""
+    """Do `runs` in a pool of `workers` processes, and yield (run, kind, value of a `StudyEvent`) for each event.
+
+    elsewhere: list to which runs that other workers hold are appended.
+    """
     jobs = [(run.experiment.model_dump(mode="json"), run.directory, rendezvous) for run in runs]
     for event in run_pool(train_leased, jobs, workers, ATTEMPTS):
         run = runs[event.job]

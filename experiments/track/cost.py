@@ -66,12 +66,19 @@ H100 = Card("H100 SXM", bfloat16=0.4 * 989e12, float32=67e12, traffic=3.35e12)
 
 
 def step_ms(recipe: Mapping[str, Any] | str, model: str) -> float:
-    """Return the milliseconds of one step of a model with a recipe, computed from its operations and bytes."""
+    """Return the milliseconds of one step of a model with a recipe on an H100, computed from its operations and bytes.
+
+    model: name of the model in `MODELS`.
+    """
     return 6e3 * _numel(model) * TOKENS / H100.bfloat16 + optimizer_ms(recipe, model)
 
 
 def optimizer_ms(recipe: Mapping[str, Any] | str, model: str) -> float:
-    """Return the milliseconds of the optimizer in a step of a float32 model, computed from its operations and bytes."""
+    """Return the milliseconds of the optimizer in a step of a float32 model on an H100, computed from operations and
+    bytes.
+
+    model: name of the model in `MODELS`.
+    """
     return H100.milliseconds(*_work(json.dumps(recipe), model))
 
 

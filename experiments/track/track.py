@@ -284,7 +284,8 @@ def ratios(found: Scores, costs: Mapping[str, float] | None = None) -> dict[str,
 
     The result is infinite if the target is not reached.
 
-    costs: cost of one step, by entry, by which steps are multiplied first. None: all steps cost the same.
+    costs: by entry, the cost of one step, a factor by which the steps of the entry are multiplied before the division.
+        None: all steps cost the same.
     """
     from pandas import DataFrame
 

@@ -73,7 +73,10 @@ class Fault:
 
     @classmethod
     def of_error(cls, error: Exception, step: int) -> Fault:
-        """Return the record of an exception, when no inf or nan was found that explains it."""
+        """Return the fault of an exception for which no inf or nan was found as the cause.
+
+        step: number of the step, from 1.
+        """
         text = "; ".join(with_notes(error).splitlines())
         return cls("error", "error", step, "", f"{type(error).__name__}: {text}")
 

@@ -53,7 +53,10 @@ def describe_provenance(data: Fingerprint, experiment: Experiment | None = None)
 def describe_environment(
     data: Fingerprint, device: torch.device, ranks: int = 1, experiment: Experiment | None = None
 ) -> dict[str, Any]:
-    """Return the provenance, machine, number of ranks, command line, and git commit of the working directory."""
+    """Return the provenance, machine, number of ranks, command line, and git commit of the working directory.
+
+    data, experiment: as in `describe_provenance`.
+    """
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

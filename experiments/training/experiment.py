@@ -251,8 +251,9 @@ def load_experiment(
 
 
 def with_overrides(source: str | Path, overrides: Sequence[str]) -> str:
-    """Return the name of a file, followed by up to three overrides if there are any, as a text for errors. The fault
-    may be in the file or in an override.
+    """Return "<source> with <overrides>", with up to three overrides, or only `source` if there are none.
+
+    Errors contain this text if their fault may be in the file `source` or in an override.
     """
     return f"{source} with {name_some(overrides, 3)}" if overrides else str(source)
 

@@ -68,7 +68,10 @@ def _defines_components(module: ModuleType) -> bool:
 
 @cache
 def _digests(root: str) -> dict[str, str]:
-    """Return the sha256 of an imported module and of the modules that it uses, by name."""
+    """Return the sha256 of an imported module and of the modules that it uses, by name.
+
+    root: dotted name of the imported module.
+    """
     found: dict[str, str] = {}
     left = [root]
     while left:

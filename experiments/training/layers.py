@@ -57,8 +57,8 @@ class LayerRecord:
     """The history of the norms of all layers, which checkpoints contain. All mappings are by layer.
 
     first: norm of the weight before the first step.
-    peak: largest ratio of an update to its weight in a measured step.
-    initial: ratio of the update to its weight in the first measured step.
+    peak: largest ratio |update| / |weight| of a measured step.
+    initial: ratio |update| / |weight| of the first measured step.
     zeros: number of measured steps in which the gradient was missing or 0.
     steps: number of measured steps.
     """

@@ -237,10 +237,13 @@ _SIGNS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer
 
 @contextmanager
 def process_group(parallel: Parallelism, device_name: str) -> Iterator[Ranks]:
-    """Yield the ranks of a run: the processes that torchrun has started, in the default process group.
+    """Yield the place of this process among the processes of a run.
 
-    A missing process group is created, and destroyed at the end. Raises RecipeError if `parallel` does not fit the
-    number of processes.
+    Without data parallelism (`SingleProcess`), this process is the only one. Otherwise, the processes are those that
+    torchrun has started, in the default process group. If this group is missing, it is created, and destroyed at the
+    end. Raises RecipeError if `parallel` does not fit the number of processes.
+
+    device_name: kind of device, such as cpu or cuda.
     """
     if not isinstance(parallel, MultiProcess):
         if launched_processes() > 1:

@@ -45,7 +45,7 @@ from .parallel import Ranks
 
 
 def _hint(known: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return a sentence about the number of steps, in which alone two configurations differ. Return "" if it is equal.
+    """Return advice for two configurations that differ in one field. Return "" unless it is the number of steps.
 
     known: recorded configuration.
     config: given configuration.
@@ -72,6 +72,8 @@ def config_changes(
     Fields of the experiment itself come first, then fields of its components, the most deeply nested last. Among fields
     of the same depth, short lines come first.
 
+    known: recorded configuration.
+    config: given configuration.
     ignored: fields that may differ. The folder of the data and the description of the recipe may differ, too.
     """
     nothing = dict.fromkeys(ignored)

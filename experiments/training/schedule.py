@@ -38,7 +38,7 @@ class LearningRateSchedule(Component, family="schedule"):
     def shared_steps(self, steps: int, longer: int | None = None) -> int:
         """Return the number of steps from the start in which a run of `steps` and a longer run have equal factors.
 
-        longer: length of the longer run; None: twice the length.
+        longer: number of steps of the longer run; None: 2 * `steps`.
         """
         longer = longer or 2 * steps
         differs = (k for k in range(steps + 1) if self.factor(k, steps) != self.factor(k, longer))

@@ -204,7 +204,10 @@ class Trainer:
         return self._finish(metrics or self._evaluate())
 
     def _divergence(self, step: int, loss: float | None = None, val_loss: float | None = None) -> Divergence:
-        """Return a `Divergence` for a step of this run. Its methods search for the first value that is not finite."""
+        """Return a `Divergence` for a step of this run. Its methods search for the first value that is not finite.
+
+        step, loss, val_loss: fields of `Divergence`.
+        """
         key = (self.experiment.seed, step - 1)
         shown = (self.model, self.optimizer, self.gradients, self.dataset, self.dataset.batch(*key))
         return Divergence(*shown, self.dataset.batch_rows(*key), step, loss, val_loss, self.ranks)
@@ -248,7 +251,7 @@ class Trainer:
         rows, weight = self.ranks.shard_batch(whole)
         self.batch = batch = rows.to(self.device)
         if self.ranks.distributed:
-            # A single process has the random state in its checkpoint instead.
+            # Only several processes are seeded in every step. The checkpoint of a single process has its random state.
             seed_step(self.experiment.seed, self.step, self.ranks.rank)
         every = self.experiment.diagnostics_every
         if inspected := every is not None and self._due(self.step + 1, every):
@@ -260,7 +263,7 @@ class Trainer:
         self.inspected = self._inspect() if inspected else []
         if measured:
             self.layers.after()
-        # An update that was skipped on a device is counted a step later.
+        # An update that was skipped in a step on a device is counted after the next step.
         skipped = sum(param_set.skipped.total() for param_set in self.optimizer.param_sets)
         self.window.skipped, self.skipped = self.window.skipped + skipped - self.skipped, skipped
         self.seconds += end - start
@@ -441,9 +444,13 @@ class Trainer:
         self.fault = Fault(**known) if known is not None else None
 
     def _restore_random(self, notes: dict[str, Any]) -> None:
-        """Restore the random state from the checkpoint, if this run is one of a single process.
+        """Restore the random state from the checkpoint if this run has a single process. Do nothing for several
+        processes, which seed their generators in every step.
 
-        A checkpoint of several processes has no random state. The generator is then seeded for this step.
+        A checkpoint of several processes has no random state. A single process that continues from it seeds its
+        generator for the next step.
+
+        notes: content of the checkpoint besides the states of model and optimizer.
         """
         if self.ranks.distributed:
             return
