@@ -995,7 +995,10 @@ def _of_end(record: Record) -> Iterator[Finding]:
 
 
 def _burst(record: Record) -> str:
-    """Return a sentence if the loss rose far above its first value for a part of the run only, else ""."""
+    """Return a sentence if the loss rose far above its first value in some rows, else "".
+
+    A loss that was still there at the end is found by `_rise`.
+    """
     first, losses = record.first_loss, record.losses
     if first is None or first <= 0:
         return ""
@@ -1092,11 +1095,12 @@ def _exploding(record: Record, sick: bool) -> Iterator[Finding]:
     """Yield a finding about a layer whose weights grew far more than those of the other layers. If there is none, and
     `sick` is True, yield a finding about a layer whose updates were far larger than those of the other layers.
 
-    Growth is measured from a layer's first norm, or from a usual norm if the first norm is smaller.
+    Growth is measured from a layer's first norm, or from a usual norm if the first norm is smaller. The limit of growth
+    is EXPLODED in two cases: another check found a fault (`sick`), or one update of the layer was as large as its
+    weights and the largest of all layers, while the updates of the other layers were healthy. In all other cases it is
+    EXPLODED_ALONE times larger, because layers also grow in healthy runs.
 
-    sick: True if another check found a fault. If False, the growth must be EXPLODED_ALONE times larger, because layers
-        also grow in healthy runs. The smaller limit is used in spite of False if one update of the layer was as large
-        as its weights and the largest of all layers, while the updates of the other layers were healthy.
+    sick: True if another check found a fault.
     """
     fastest, peak, typical = record.peak
     rows = [row for row in record.run.rows if row.get("weight_growth_largest_layer")]

@@ -222,7 +222,7 @@ def _of_mean(task: Task, outputs: Tensor, targets: Tensor) -> float:
 def _offset(outputs: Tensor, targets: Tensor) -> str:
     """Return a sentence if the targets of a regression are much larger than the outputs of the model; else "".
 
-    This is so if their root mean square exceeds FAR_START times that of the outputs.
+    This is so if the root mean square of the targets exceeds FAR_START times that of the outputs.
     """
     size = float(targets.double().square().mean().sqrt())
     if not size > FAR_START * float(outputs.double().square().mean().sqrt()):

@@ -23,7 +23,8 @@ REMEDY = "Choose another directory, or remove this one."
 def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:
     """Return the entries of a recorded environment which comparisons use: versions, sha256 of data and imported files.
 
-    An entry that an older version did not record is left out. Such an environment differs from one with this entry.
+    An entry that an older version did not record is left out. An environment without an entry differs from an
+    environment with it.
     """
     found = {key: environment[key] for key in _VERSIONS if key in environment}
     data, imports = environment.get("data"), environment.get("imports")

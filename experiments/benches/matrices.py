@@ -73,7 +73,7 @@ class Spectrum(Component, ABC, family="spectrum"):
         """Return at most `count` matrices of order d, as a stack `[N, d, d]`. Return None if there are none of order d.
 
         seed: seed of the random numbers. Recorded matrices are not random: the stack begins at matrix `seed`, modulo
-            their number.
+            the number of recorded matrices.
         """
 
 

@@ -269,8 +269,9 @@ class StatisticBench(OwnMatrices):
         return found[0], found[1]
 
     def reference(self, given: LayerGradients) -> Iterator[Row]:
-        """Yield two rows for each layer: the cosine of the second moment C with its best approximation by a Kronecker
-        product, and its cosine with its own diagonal. A layer whose gradients are 0 has one row, which says so.
+        """Yield two rows for each layer: the cosine of the second moment C with the best approximation of C by a
+        Kronecker product, and the cosine of C with its diagonal. A layer whose gradients are 0 has one row, which says
+        so.
         """
         for name, c in zip(given.names, given.moments, strict=True):
             values = best_cosine(c, self.width, self.width), cosine(c, c.diagonal().diag())

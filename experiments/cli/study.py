@@ -282,8 +282,8 @@ def demo_command(
 def _parts(study: Study, directory: Path) -> list[Study]:
     """Return studies of growing size, to be run one after the other in place of a study with an axis `task`.
 
-    They are (1) the quickest task with the first seed, (2) all tasks with the first seed and (3) the whole study. The
-    first and the second are each left out if `directory` already has all of their runs.
+    They are (1) the quickest task with the first seed, (2) all tasks with the first seed and (3) the whole study. Study
+    (1) or (2) is left out if `directory` already has all of its runs.
     """
     from ..studies.preview import preview_study
 

@@ -490,8 +490,8 @@ def method_axis(records: Records) -> str | None:
     """Return the axis whose labels are methods, such as "recipe", if the report compares methods at their best.
 
     Such a comparison has only the runs of each method at its best learning rate. If the study has no axis of learning
-    rates, it has those at the method's best number on the axis that the study compares. Return None if the report has
-    no such comparison.
+    rates, the comparison has the runs of each method at its best number on the axis that the study compares. Return
+    None if the report has no such comparison.
     """
     rates = swept(records)
     return _methods(rates) if _by_conditions(rates) else None

@@ -107,8 +107,8 @@ def stroke(style: int) -> dict[str, Any]:
 def styles_of(names: Mapping[str, str]) -> dict[str, int]:
     """Return a style for each label of a figure. A method usually has the same style in all figures.
 
-    If two methods of a figure would have the same style, the first of the two by name keeps it, and the second gets
-    another free color. Methods with reserved colors always have these.
+    If two methods of a figure would have the same style, the method whose name is first in the alphabet keeps it, and
+    the other method gets another free color. Methods with reserved colors keep these.
 
     names: name of the method, by label.
     """

@@ -119,7 +119,9 @@ class PaperClaim(CellPair):
 
 
 class PaperClaims(Component):
-    """Statements of a paper that studies in its folder under papers/ test, as the file claims.yaml declares them."""
+    """Statements of a paper, each with the study that tests it, as the file claims.yaml of a folder in papers/ declares
+    them.
+    """
 
     paper: str = Field(min_length=1, description="authors, year, title and number of the paper")
     claims: dict[str, PaperClaim] = Field(min_length=1, description="claims by name")
