@@ -997,7 +997,7 @@ def _of_end(record: Record) -> Iterator[Finding]:
 def _burst(record: Record) -> str:
     """Return a sentence if the loss rose far above its first value in some rows, else "".
 
-    A loss that was still there at the end is found by `_rise`.
+    A loss that was still as high at the end is found by `_rise`.
     """
     first, losses = record.first_loss, record.losses
     if first is None or first <= 0:

@@ -295,7 +295,7 @@ class Bench(Component, ABC, family="bench"):
         """Measure one candidate on one problem, and return the rows of the results. If the candidate raises an error,
         return one row with the error in the column `problem`.
 
-        fields: field `fields` of the problem.
+        fields: names and values that each row of this problem contains.
         given: the object that `Problem.make` returned.
         """
         try:
