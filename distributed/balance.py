@@ -23,7 +23,9 @@ Held = Mapping[int, int]
 class Item(NamedTuple):
     """The cost of one block for its owner, or of several blocks that must have the same owner.
 
-    constant: work of every step, in any unit that all items share.
+    Work is in any unit that all items share, such as floating-point operations or milliseconds.
+
+    constant: work of every step.
     state: bytes of state.
     due: pairs (step of the refresh interval, counted from 0; work of the refresh at that step), in the order of the
         steps.
@@ -34,8 +36,8 @@ class Item(NamedTuple):
     due: tuple[tuple[int, float], ...] = ()
 
     def work(self, interval: int) -> float:
-        """Return the mean work of a step: the constant work, and all refreshes of a refresh interval divided by its
-        length.
+        """Return the mean work of a step: the constant work, plus the work of all refreshes of a refresh interval
+        divided by the length of the interval.
 
         interval: number of steps after which the same refreshes are due again.
         """
@@ -44,7 +46,7 @@ class Item(NamedTuple):
 
 @dataclass
 class Loads:
-    """The work and the bytes of state of each of R ranks.
+    """The work and the bytes of state of each of R ranks. Work is in the unit of the items (`Item`).
 
     ranks: number R of ranks.
     interval: refresh interval T: the same refreshes are due again after T steps.
@@ -65,7 +67,7 @@ class Loads:
 
     @property
     def work(self) -> NDArray[np.float64]:
-        """Return the mean work of a step for each rank, `[R]`."""
+        """Return the mean work of a step for each rank, `[R]`, in the unit of `constant`."""
         work: NDArray[np.float64] = self.constant + self.refresh.sum(1) / self.interval
         return work
 
@@ -82,7 +84,7 @@ class Loads:
         """Add the cost of a parameter that several ranks update in parts.
 
         fractions: `[R]`, the fraction of the parameter that each rank updates.
-        work: work of a step for the whole parameter.
+        work: work of a step for the whole parameter, in the unit of `constant`.
         state: bytes of state of the whole parameter.
         """
         self.constant += np.array(fractions) * work
@@ -104,8 +106,9 @@ class Loads:
 class Balance:
     """How evenly work is divided over ranks.
 
-    critical_path: work of a refresh interval if every step ends when the busiest rank of that step is done.
-    least: lower bound of the critical path over all choices of owners and of refresh steps.
+    critical_path: work of the busiest rank at each step, summed over the steps of a refresh interval. All ranks wait
+        for the busiest rank in each step.
+    least: lower bound of the critical path over all choices of owners and of refresh steps, in the same unit.
     """
 
     critical_path: float
@@ -147,7 +150,7 @@ def assign(items: Sequence[Item], loads: Loads, held: Sequence[Held] = ()) -> li
 
     items: costs of blocks.
     loads: loads of the ranks before these items; updated.
-    held: for each item, the entries that ranks already hold; empty: step 4 is left out.
+    held: for each item, the number of its entries that each rank already holds. (): step 4 is left out.
     """
     kinds: dict[Item, list[int]] = {}
     for index, item in enumerate(items):
@@ -234,8 +237,8 @@ def least_work(work: Sequence[float], carried: NDArray[np.float64]) -> float:
     3. The sum of the k + 1 smallest of the k R + 1 largest items, for the k with the largest sum. One of the R ranks
        gets at least k + 1 of these k R + 1 items.
 
-    work: work of each item.
-    carried: `[R]`, work of each rank before any item is assigned.
+    work: work of each item, in any unit.
+    carried: `[R]`, work of each rank before any item is assigned, in the same unit.
     """
     ranks, sizes = len(carried), np.sort([0.0, *work])[::-1]
     before = np.concatenate([[0.0], np.cumsum(sizes)])

@@ -144,9 +144,9 @@ class SameNumbers:
     remedy: end of the error message.
     entries: names of the n entries of each tensor in `numbers`. (): `numbers` has one number for each name.
     tolerance: allowed standard deviation over ranks, in units of the mean; 0: all bits must be equal.
-    absent: "" if all ranks have all numbers. Otherwise the name of another field `[n]`, which the caller sums over
-        ranks, too. On each rank it is 1 for a number that the rank lacks, and 0 for a number that it has. A rank sets a
-        number that it lacks to 0 in `numbers`. Such a number is compared between the other ranks only.
+    absent: "": all ranks have all numbers. Otherwise the name of a field `[n]`, which the caller sums over ranks, too.
+        It has a 1 for each number that a rank lacks, and 0 for all other numbers. A number that a rank lacks is 0 in
+        its `numbers`. Such a number is compared only between the ranks that have it.
     """
 
     subject: str
@@ -174,7 +174,7 @@ class SameNumbers:
         A number x counts as equal if R sum(x^2) - sum(x)^2 <= (tolerance sum(x))^2. The sums are over the R ranks that
         have the number.
 
-        sums: sums over ranks, by name: those of the fields that `fields` returns, the number of ranks under the name
+        sums: sums over ranks, by name: the sum of each field that `fields` returns, the number of ranks under the name
             `RANKS`, and the sum of the field that `absent` names.
         outcome: text for the error message about the consequence for the step, such as "nothing was changed".
         """

@@ -39,7 +39,7 @@ class PlacedBlock:
     position: position of the block's parameter among the parameters that the ranks share.
     grid: the place of the block in its parameter, as a grid that contains only this block.
     owner: rank that holds the block's state and computes its update.
-    row: index of the block in the owner's stack, which has those blocks of the group that the owner updates together.
+    row: index of the block in the owner's stack, which has all blocks of the block's group with this owner.
     """
 
     position: int
@@ -101,17 +101,17 @@ class Transfer:
 
     @property
     def position(self) -> int:
-        """Position of the parameter among those that the ranks share."""
+        """Position of the block's parameter among the parameters that the ranks share."""
         return self.block.position
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the entries."""
+        """Shape of the entries of this transfer, which are a box in the parameter."""
         return self.region.box.shape
 
     @cached_property
     def whole(self) -> bool:
-        """True if the entries are all entries of the shard."""
+        """True if this transfer has all entries of the shard `held`."""
         return self.region.box == self.held
 
     @cached_property
@@ -133,7 +133,8 @@ class Message:
         self.lengths = [sum(sizes) for sizes in self._sizes]
 
     def split(self, data: Tensor | Sequence[Tensor]) -> list[Tensor]:
-        """Split the data of this message. Return a view of the entries of each transfer, in the order of `transfers`.
+        """Split the data of this message. Return a view for each of its `transfers`, in order, with the entries of the
+        transfer.
 
         data: the sent or received entries: one tensor `[n]` for all ranks, or a list with one tensor for each rank.
         """
@@ -149,9 +150,9 @@ class Message:
         return (torch.zeros if zero else torch.empty)(sum(self.lengths), dtype=dtype, device=device)
 
     def in_stacks(self, stacks: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return a view of the entries of each transfer, in the stack `[n, *block]` of its block group.
+        """Return a view for each of the message's `transfers`, in order. It has the entries of the transfer in a stack.
 
-        stacks: the stack of each block group, by index of the group.
+        stacks: for each block group, the stack `[n, *block]` of this rank's blocks, by index of the group.
         """
         return [own.region.in_block(stacks[own.group][own.block.row]) for own in self.transfers]
 
@@ -257,7 +258,10 @@ class CommPlan:
         return replicas[rank] == replicas[owner]
 
     def empty(self, group: int) -> Tensor:
-        """Return an uninitialized stack `[n, *block]` for the blocks of a group that this rank owns."""
+        """Return an uninitialized stack `[n, *block]` for this rank's n blocks of a block group.
+
+        group: index of the block group.
+        """
         own = self.block_groups[group]
         return torch.empty(len(own.owned(self.rank_group.rank)), *own.shape, dtype=own.dtype, device=own.device)
 
@@ -330,10 +334,10 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def pack_shards(plan: CommPlan, index: int, source: Source) -> Tensor:
-    """Return one message `[n]` with this rank's entries of the blocks of a round, in the order of the owners of the
-    blocks.
+    """Return one message `[n]` to the owners of the blocks of a round, in the order of the owners.
 
-    A round is a set of block groups whose messages are sent together.
+    A round is a set of block groups whose messages are sent together. The message has the entries of these blocks that
+    this rank holds.
 
     index: index of the round.
     source: function that reads entries of this rank's shards. For a parameter for which it returns None, the message

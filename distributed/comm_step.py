@@ -34,8 +34,8 @@ class CommStep:
     has many updates that are not yet sent: they belong to more than IN_FLIGHT block groups, and have more bytes than
     IN_FLIGHT rounds of the largest size.
 
-    sources: by name of the message, a function that reads the entries to send to owners, such as those of gradients. {}
-        if all parameters are replicated, because every rank then holds the full tensors.
+    sources: functions that read the entries to send to owners, by name of the message. One of them reads gradients, for
+        example. {} if all parameters are replicated, because every rank then holds the full tensors.
     receive: function that is called with the updates of a round when these have arrived. It must not keep the tensors.
     begun: messages to owners that are already under way, by (name of the message, index of the round).
     """
@@ -68,8 +68,7 @@ class CommStep:
                 self._arriving[name, index] = send_shards(self.comm_plan, index, name, message)
 
     def gather(self, group: int, source: str) -> Tensor:
-        """Return those blocks of a block group that this rank owns, `[n, *block]`, assembled from the shards of all
-        ranks.
+        """Return this rank's blocks of a block group, `[n, *block]`, assembled from the shards of all ranks.
 
         The host waits until the message with these entries has arrived.
 

@@ -350,8 +350,8 @@ class _Run(NamedTuple):
     axis that was divided has one run.
 
     start, stop: first index, and index after the last one, along each of these axes of the parameter.
-    moves: for axes of the merged shape, by axis, the distance from the first entry of the piece of the block to the
-        first entry of the run.
+    moves: by axis of the merged shape, the distance along this axis from the start of the `Piece` (a box of the block)
+        to the first entry of the run.
     strides: for each of these axes of the parameter, the step in the block between neighbors along the axis.
     """
 

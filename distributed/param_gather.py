@@ -161,11 +161,12 @@ class ParamGather:
         return rank != me and rank in self.layouts[rows.position].holders[me]
 
     def _view(self, held: Mapping[int, Tensor], rows: Rows, rank: int) -> Tensor:
-        """Return those rows of a set that one rank updates, as a view of this rank's shard of the parameter.
+        """Return the rows of one parameter that `rank` updates, as a view of this rank's shard of the parameter.
 
         held: this rank's shard of each parameter, by position.
-        rows: the set of rows of one parameter, counted from the first row of the part that a rank updates.
-        rank: the rank that updates the rows. It holds the same entries of the parameter as this rank.
+        rows: range of rows. Only these rows are returned. They are counted from the first row of the part of the
+            parameter that `rank` updates.
+        rank: a rank that holds the same entries of the parameter as this rank.
         """
         layout = self.layouts[rows.position]
         assert layout.parts is not None

@@ -126,7 +126,10 @@ class RankGroup:
         return RankGroup(dist.new_group(list(self.members), timeout=span, use_local_synchronization=True), self.timeout)
 
     def give_back(self) -> None:
-        """Make this group available to later calls of `duplicate`. All ranks call this after its last message."""
+        """Make this group available to later calls of `duplicate`.
+
+        All ranks call this method after the last message of the group.
+        """
         _SPARE.setdefault(self._kind, []).append(self.group)
 
     @property

@@ -37,9 +37,9 @@ def optimizer_factory(
     """Return the argument `optimizer_cls_and_kwargs` of a Trainer: a factory of the optimizer, and its keyword
     arguments.
 
-    The learning rate and the weight decay are those given here, not those of the Trainer's arguments, which
-    `trainer_options` uses. With several processes and a model that is not sharded, the Trainer also needs the callback
-    `ConsolidateOnSave`.
+    The learning rate and the weight decay are the arguments of this function. `learning_rate` and `weight_decay` of
+    the Trainer's `args` are not used; use `trainer_options` for them. With several processes and a model that is not
+    sharded, the Trainer also needs the callback `ConsolidateOnSave`.
 
     Args:
         recipe: the recipe, as `compose` accepts it.

@@ -45,7 +45,7 @@ class AveragedIterates(Callback):
 
 
 def _averaging(trainer: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers of a trainer that average iterates."""
+    """Yield the optimizers of a trainer whose recipes average iterates."""
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, Optimizer) and optimizer.recipe.averaging is not None:
             yield optimizer

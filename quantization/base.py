@@ -67,8 +67,9 @@ class Quantizer(Component, ABC, family="quantizer"):
 
     @property
     def codec(self) -> Quantizer | None:
-        """The quantizer that encodes the slot: this quantizer, or its inner quantizer if this one only chooses the
-        memory. None: the slot is not encoded.
+        """The quantizer that encodes the slot. None: the slot is not encoded.
+
+        Usually this is the quantizer itself. A quantizer that only chooses the memory returns its inner quantizer.
         """
         return self
 
@@ -154,7 +155,12 @@ def require_coded_role(role: str, quantizer: Quantizer, roles: Iterable[str]) ->
 
 
 def require_stage_roles(stage: str, quantizer: Quantizer, slots: Iterable[Slot]) -> None:
-    """Raise ValueError if a recipe stores the slots of a stage by a quantizer that can store none of these slots."""
+    """Raise ValueError if a recipe stores the slots of a stage by a quantizer that can store none of these slots.
+
+    stage: path of the stage, which is the key of the entry in the recipe's `storage`.
+    quantizer: the quantizer in this entry.
+    slots: the slots of the stage.
+    """
     quantizer = quantizer.codec or quantizer
     roles = sorted({slot.role for slot in slots})
     if roles and quantizer.roles and not {*roles} & {*quantizer.roles}:

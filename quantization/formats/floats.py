@@ -1,6 +1,6 @@
 """Floating-point formats of 4, 3 and 2 bytes.
 
-Legend: ulp(h) is the distance from |h| to the next larger bfloat16.
+Legend: ulp(h) is the unit of rounding errors: the distance from |h| to the next larger bfloat16, for h in bfloat16.
 """
 
 from __future__ import annotations
