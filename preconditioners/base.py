@@ -73,8 +73,8 @@ class Traits:
         same step.
     learns: the tensor that `observe` and `refresh` receive as their `gradient`: the gradient, or the incoming
         direction.
-    refresh_cost: cost of one refresh of the block, in a unit that all stages share. Refreshes are spread over steps so
-        that every step has about the same cost.
+    refresh_cost: cost of one refresh of the block, in a unit that all stages share: d^3 for a matrix of order d, and d
+        for a diagonal. Refreshes are spread over steps so that every step has about the same cost.
     work: floating-point operations of one step without refreshes. None: the number is computed from the slots.
     left_out: texts that `show` prints. Each names a part of the block that the stage does not change, and the reason.
     spectral_norm: upper bound of the spectral norm of the outgoing direction, for any incoming direction. None: no such
@@ -114,8 +114,8 @@ class Inner:
     chain: stages of the chain, in order.
     block: shape of a block inside the chain.
     sensitive: True if an error in the chain's second moments changes the size of every update, as in the `magnitude` of
-        a `graft`. If the recipe's `storage` has an entry for the role `second_moment`, this entry then does not
-        quantize the second moments of the chain.
+        a `graft`. The second moments of a sensitive chain are not quantized by the entry for the role `second_moment`
+        in a recipe's `storage`.
     """
 
     chain: Stages
@@ -673,7 +673,11 @@ def chain_bounds(stages: tuple[Stage, ...], block: tuple[int, ...]) -> tuple[flo
 def walk_blocks(
     stages: tuple[Stage, ...], block: tuple[int, ...], path: str = ""
 ) -> Iterator[tuple[str, Stage, tuple[int, ...]]]:
-    """Yield (dotted path, stage, shape of its blocks) for every stage of a chain and of the chains inside stages."""
+    """Yield (dotted path, stage, shape of its blocks) for every stage of a chain and of the chains inside stages.
+
+    block: shape of the blocks that the chain receives.
+    path: dotted path that precedes the path of each stage.
+    """
     for stage in stages:
         here = dotted(path, stage.label)
         yield here, stage, block
@@ -701,6 +705,8 @@ def first_lagged(stages: tuple[Stage, ...], path: str = "") -> str | None:
     lagged stage.
 
     A lagged stage (`Traits.lagged`) applies its state to a gradient before it learns from that gradient.
+
+    path: dotted path that precedes the path of each stage.
     """
     return next((here for here, stage in walk(stages, path) if stage.cached_traits().lagged), None)
 

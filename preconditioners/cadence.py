@@ -238,6 +238,7 @@ def _steps_with_due_blocks(phases: bytes, steps: int, offset: int, staggered: bo
     The result is cached, because the phases are the same in every step.
 
     phases: the bytes of the float64 array that `_steps_due` accepts. Unlike an array, they can be a key of the cache.
+    steps, offset, staggered: as in `_steps_due`.
     """
     return frozenset(_steps_due(np.frombuffer(phases), steps, offset, staggered).tolist())
 

@@ -156,7 +156,7 @@ class Checks(Watch):
     def _require_finite(self, did: str, value: Tensor) -> None:
         """Raise ContractError if a value is not finite in a block whose inputs are finite.
 
-        did: text for the message that says how the hook produced the value.
+        did: text for the message that says how the hook produced the value, such as "returned a direction".
         """
         call = self._calls[-1]
         if not value.is_floating_point() or len(value) != len(call.fine) or not has_values(value):
@@ -212,6 +212,7 @@ def _require_untouched(inputs: Mapping[str, Tensor], versions: Mapping[str, int]
     """Raise ContractError if a hook wrote to one of its inputs.
 
     versions: number of writes to each input (`Tensor._version`) before the hook ran, by name of the input.
+    what: text about the call for the message, as `call_text` returns it.
     """
     for name, tensor in inputs.items():
         if tensor._version != versions[name]:

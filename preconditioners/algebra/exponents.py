@@ -105,8 +105,10 @@ exponent for all axes, or a list with one for each axis, such as {2: [1/2, 0]}. 
 
 
 def default_exponent(axes: Sequence[int]) -> Fraction:
-    """Return 1 / (2k), the default exponent of inverse roots, for k axes with a factor. With this exponent the product
-    of all roots is proportional to 1 / ||gradient||, for any k.
+    """Return 1 / (2k), the default exponent of inverse roots, for k axes. With this exponent the product of the roots
+    of all axes is proportional to 1 / ||gradient||, for any k.
+
+    axes: the axes of a block that have a factor, and therefore a root.
     """
     return Fraction(1, 2 * max(1, len(axes)))
 

@@ -135,10 +135,12 @@ def mode_products(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductD
 
 
 def _short_last(x: Tensor, matrices: Mapping[int, Tensor]) -> int | None:
-    """Return the number of short axes at the end of a block, the argument `short` of `_cycled`.
+    """Return the number of short axes at the end of a block, which is the argument `short` of `_cycled`.
 
     The last k axes are short if the product of their lengths is below `_FEW`. The result is the largest such k. Return
     None if the caller should multiply x by one `mode_product` for each axis, which is then faster than `_cycled`.
+
+    matrices: the matrices by which x is multiplied, by axis.
     """
     block = x.shape[1:]
     if len(block) < 3 or len(matrices) < len(block) or any(matrix.ndim == 2 for matrix in matrices.values()):
@@ -156,6 +158,7 @@ def _cycled(x: Tensor, matrices: Mapping[int, Tensor], short: int) -> Tensor:
     multiplied by M, with the first axis moved to the end. The next axis is then the first one, and is multiplied in the
     same way. After one such product for each axis, all axes are in their old order again.
 
+    matrices: a matrix `[N, d', d]` for every axis, by axis.
     short: number of axes at the end of the block that are too short for such a product. After the products of all
         other axes, these axes are the first ones. They are then multiplied by `mode_product`, and one copy of x moves
         them back to the end. 0: no axis is too short.

@@ -121,8 +121,8 @@ class HigherOrder(Coupled):
     result is the q-th power of X. With the default fields, C is A + r I divided by its trace, with A the matrix and r =
     max(eps * largest row sum of A, floor) the ridge. The solver accepts exponents e = q/p with p <= 64 and q <= 8.
 
-    The residual is the larger of max |X^p C - I| and the iteration's own error. In float32 the residual may be up to
-    about 1e-7 p times the condition number. The default ridge is therefore larger than that of `coupled_newton`.
+    The residual is the larger of max |X^p C - I| and ||M - I||. In float32 the residual may be up to about 1e-7 p times
+    the condition number. The default ridge is therefore larger than that of `coupled_newton`.
     """
 
     kind: Literal["higher_order"] = "higher_order"

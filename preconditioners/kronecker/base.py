@@ -94,7 +94,7 @@ class Factored(Stage):
     @abstractmethod
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
         """Return A^exponent for the statistic A of an axis, in the form of a `Power`. Statistics with a `needs_power`
-        whiten gradients by it.
+        whiten gradients by this power.
 
         The power is computed from the root or basis that the stage stores, and from the estimate.
 
@@ -218,13 +218,12 @@ class Factored(Stage):
         Matrices of a group have equal shapes and equal keys `solved_alike`, and are not quantized. The stack has only
         the matrices of the blocks that are refreshed now, the blocks of `state`.
 
-        Stacking copies the matrices. Axes are grouped only if the copies have at most as many entries as all blocks of
-        the optimizer's stack, so that they need no more memory than other parts of a step.
+        Stacking copies the matrices. Axes are grouped only if the copies have at most as many entries as all N blocks
+        of the optimizer's stack, so that the copies need no more memory than other tensors of a step.
 
-        If the size of a matrix is no multiple of a cache line, the last bits of products depend on its place in the
-        stack. The groups must then be the same for any number of refreshed blocks. Therefore the entries of the copies
-        are compared with those of the refreshed blocks alone. The ratio of these numbers does not depend on the number
-        of refreshed blocks.
+        If the size of a matrix is no multiple of a cache line, the limit is lower: as many entries as the n refreshed
+        blocks. The last bits of products then depend on the index of a matrix in the stack, so that the groups must not
+        depend on n. With the lower limit they do not, because copies and limit are both proportional to n.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:

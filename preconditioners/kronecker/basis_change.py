@@ -66,7 +66,7 @@ class Turn:
         return may_branch_on_values(self.new) and torch.equal(self.new, before)
 
     def chunk(self, parts: int) -> list[Turn]:
-        """Split this change into `parts` changes. Each is the change of the same number of consecutive blocks."""
+        """Split this change of N blocks into `parts` changes, each of N / parts consecutive blocks."""
         if parts == 1:
             return [self]
         order: Sequence[Tensor | None] = [None] * parts if self.order is None else self.order.chunk(parts)
@@ -302,10 +302,9 @@ def _growth(first: list[Tensor], v: Tensor, decay: float) -> Tensor:
 
 
 def _marginals_of(slot: Slot, marginals: Mapping[int, Tensor], block: tuple[int, ...]) -> dict[int, Tensor]:
-    """Return the marginals (sums over all axes except one) of those axes of a block that a slot has.
+    """Return the marginals (sums over all axes except one) of every axis that a slot has, by axis of the slot.
 
-    The result is indexed by the axis of the slot, and the argument `marginals` by the axis of the block.
-
+    marginals: the marginals by axis of the block. The result has no marginals of an axis that the slot lacks.
     block: shape of the block.
     """
     places = {axis: slot_axis(slot, axis, len(block)) for axis in marginals}
@@ -420,7 +419,8 @@ def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
 
 
 def _sums(v: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
-    """Return for every axis i the sums s_i of v over all other axes, with the weights of those axes.
+    """Return for every axis i the sums s_i of v over all other axes. Entries are first multiplied by the weights w_j of
+    every summed axis j that has weights.
 
     The sums of the axes after the first are computed from the sum of v over the first axis, which is a smaller tensor.
     """

@@ -157,14 +157,14 @@ class Eigenbasis(Factored, DelayedRefresh):
         own = slice(*rows)
         new = self._rotated(state, cached.x[own])
         for axis, q in cached.bases.items():
-            # if reading the slot returns a copy, the copy q has the old basis; else q is the slot, with the new basis
+            # if reading the slot made a copy, q still has the old basis; otherwise q is the slot, with the new basis
             if state.copied(f"basis.{axis}"):
                 q[own].copy_(new.bases[axis])
         if cached.bases:  # if no axis has a basis, `rotated` is the gradient itself, which must not be written to
             cached.rotated[own].copy_(new.rotated)
 
     def _rotated(self, state: State, x: Tensor) -> _Rotated:
-        """Return x, the present bases, and x rotated to them."""
+        """Return x `[N, *block]`, the present bases, and x multiplied by the transpose of the basis of each axis."""
         bases = self.matrices(state)
         return _Rotated(x, bases, self._inward(x, bases))
 
@@ -233,7 +233,11 @@ class Eigenbasis(Factored, DelayedRefresh):
         fit_second_moments(self._inside(state.block).slots, self._inner_state(state), d, scales)
 
     def _solutions(self, state: State, axes: Sequence[int], context: StepContext) -> dict[int, _Solved]:
-        """Compute new bases of these axes. Return {axis: (change of basis, ok, tried, diagonal)}, as in `_Solved`."""
+        """Compute new bases of these axes. Return {axis: (change of basis, ok, tried, diagonal)}.
+
+        `_Solved` describes the four values: ok says where the solver succeeded, tried where it was run, and diagonal is
+        diag(Q^T A Q) if it was computed.
+        """
         if self.statistic_frame == "basis":
             found = {axis: self._in_basis(state, axis, context) for axis in axes}
             return {axis: (self._turned(state, axis, own), own.ok, None, None) for axis, own in found.items()}
@@ -281,7 +285,8 @@ class Eigenbasis(Factored, DelayedRefresh):
     def _solved(self, state: State, axes: Sequence[int], context: StepContext) -> list[_Solved]:
         """Compute the new bases of several axes, whose matrices have the same shape, as one stack.
 
-        Return for each axis (change of basis, ok, tried, diagonal), as in `_Solved`.
+        Return for each axis (change of basis, ok, tried, diagonal). `_Solved` describes the four values: ok says where
+        the solver succeeded, tried where it was run, and diagonal is diag(Q^T A Q) if it was computed.
         """
         parts = len(axes)
         old, found, diagonal = self._computed(state, axes, context)

@@ -185,10 +185,13 @@ class FactorStep(NamedTuple):
 
 
 def triangular_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
-    """Return (size, terms) with the terms A A^T and B B^T of each axis, for A = Q h and B = Q^(-T) v.
+    """Return (size, {axis: (A A^T, B B^T)}), for A = Q h and B = Q^(-T) v, unfolded along the axis.
 
-    h is the damped gradient, v the probe, and Q the product of the factors. size `[N]` is the largest entry of A and B.
-    The terms are divided by size^2, so that they do not overflow.
+    Q is the product of the factors. size `[N]` is the largest entry of A and B. The terms A A^T and B B^T are divided
+    by size^2, so that they do not overflow. For a diagonal factor only their diagonals `[N, d]` are computed.
+
+    h: the damped gradient.
+    v: the probe, which this form needs. Only forms without a probe accept None.
     """
     assert v is not None
     a, b = mode_products(h, factors), v
@@ -212,10 +215,11 @@ def triangular_move(q: Tensor, t: Tensor) -> Tensor:
 
 
 def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, Terms]:
-    """Return (size, terms) with the terms A A^T and (n / d) I of each axis, for A = Q Q h.
+    """Return (size, {axis: (A A^T, (n / d) I)}), for A = Q Q h, unfolded along the axis.
 
     Q is the product of the factors, n the number of entries of a block, and d the length of the axis. size `[N]` is the
-    largest entry of A, but at least 1. The terms are divided by size^2, so that they do not overflow.
+    largest entry of A, but at least 1. The terms A A^T and (n / d) I are divided by size^2, so that they do not
+    overflow. For a diagonal factor only their diagonals `[N, d]` are computed.
 
     h: the damped gradient.
     v: not used, because this form needs no probe.

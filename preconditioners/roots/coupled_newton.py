@@ -78,7 +78,7 @@ class Coupled(Iterative):
     )
 
     def run(self, state: Iterates, step: Callable[[Iterates, int], Iterates]) -> Best:
-        """Run steps until all matrices are done. Return the best iterate of each matrix.
+        """Run steps until no matrix needs further steps. Return the iterate of each matrix with the smallest error.
 
         state: the iterates before the first step.
         step: function of (iterates, number of the step) that returns the next iterates.

@@ -95,7 +95,8 @@ class Iterative(RootSolver):
 
         c: C = (A + r I) / t `[N, d, d]`, the scaled matrices with the ridge r.
         exponent: e.
-        ridge: lower bound of the ridge r, in units of the `scaling` of A. It is 0 if the host knows no bound.
+        ridge: lower bound of r, in units of the bound or estimate of A's largest eigenvalue that `scaling` gives. It is
+            0 if the host knows no lower bound.
         """
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:

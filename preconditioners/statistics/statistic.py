@@ -351,9 +351,7 @@ class Statistic(Schedulable, ABC, family="statistic"):
     @property
     @final
     def every_gradient(self) -> bool:
-        """True if the factors start as 0 and accumulate only the gradients themselves, those of all steps, with one
-        decay.
-        """
+        """True if the factors start as 0 and accumulate every step's gradient, and nothing else, with one decay."""
         plain = not self.initial and not self.warm_start and self.slow is None
         return self.source == "gradient" and self.interval == self.start == 1 and plain
 
@@ -411,8 +409,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
         return slots
 
     def _means(self, axis: int) -> dict[str, float]:
-        """Return the decays of the running means of an axis, by the name of their slot: those of the factor and, with
-        `slow`, of the second mean.
+        """Return the decay of each running mean of an axis, by the name of its slot. The means are the factor and, with
+        `slow`, a second mean.
         """
         own = {f"factor.{axis}": self.beta}
         return own if self.slow is None else {**own, f"slow.{axis}": self.slow.beta}
