@@ -113,7 +113,7 @@ class ComponentType(ModelMetaclass):
             super().__setattr__("_pydantic_signature", signature)
 
     def __dir__(cls) -> list[str]:
-        """Return the names of the class without those of pydantic and of the registry."""
+        """Return the names of the class's attributes, without the attributes of pydantic and of the registry."""
         return [name for name in super().__dir__() if name not in _HIDDEN and not name.startswith("__")]
 
 
@@ -414,8 +414,10 @@ def _same(value: Any, data: Any, default: Any) -> bool:
 def as_declared(value: Any, data: Any, short: bool = False) -> Any:
     """Return the value of a field in the form that it has in a recipe.
 
-    value: the value of the field. Each component in it is replaced by its `declaration`.
-    data: the value as plain data, which is the result if the value contains no components.
+    Components become their `declaration`. All other parts of the value are read from `data`.
+
+    value: the value of the field, as the attribute has it: for example a component, or a tuple of components.
+    data: the same value as plain data, as `model_dump` returns it.
     short: True to leave out fields of components that have their defaults, as in `declaration`.
     """
     if isinstance(value, Component):
@@ -461,7 +463,10 @@ def _refuse_hidden_methods(cls: type[Component], fields: Set[str]) -> None:
 
 
 def _refuse_fields_without_type(cls: type[Component], annotated: Set[str]) -> None:
-    """Raise TypeError if a value in the class body of `cls` is neither annotated nor a class variable of a base."""
+    """Raise TypeError if a value in the class body of `cls` is neither annotated nor a class variable of a base.
+
+    annotated: names with an annotation in the class body.
+    """
     for name, value in vars(cls).items():
         known = name.startswith("_") or name in annotated or name in cls.__class_vars__ or name == "model_config"
         inside = isinstance(value, type) and value.__qualname__.startswith(f"{cls.__qualname__}.")
@@ -757,7 +762,7 @@ def _text_in_place_of_number(got: str, noun: str, parse: Callable[[str], float])
     """Return the message about a text in a field of numbers. A number in quotes is a text, too.
 
     got: the text.
-    noun: noun for the number.
+    noun: noun for the number, which begins the message, such as "a whole number".
     parse: function that returns the number that a text contains, and raises ValueError if it contains none.
     """
     try:
@@ -810,8 +815,10 @@ def _has_value(message: str, got: Any, component: bool) -> bool:
 
 
 def _end_of_fault(message: str) -> int:
-    """Return the index at which the fault ends and the remedy begins: that of the first "; " or question outside of
-    parentheses. A message without a remedy ends with the fault.
+    """Return the index in a message at which the fault ends and the remedy begins.
+
+    A remedy begins with "; " or ", did you mean ", outside of parentheses. Without a remedy, the index is the length of
+    the message.
     """
     found = re.compile(r"\([^()]*\)|(; |, did you mean )").finditer(message)
     return next((match.start() for match in found if match[1]), len(message))

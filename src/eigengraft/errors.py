@@ -67,7 +67,7 @@ def did_you_mean(
     Names that are equally near, such as int4 and int8 for int9, are all suggested, up to three.
 
     cutoff: least similarity of near names, as in `near_names`.
-    first: names of which the first is suggested in place of near names.
+    first: suggestions that replace the near names. Only the first one is suggested. (): near names are suggested.
     separator: beginning of the question, after the text of the error.
     """
     near = list(first)[:1] or near_names(name, known, cutoff)

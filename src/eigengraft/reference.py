@@ -291,7 +291,12 @@ def constructor_of(cls: type[Any]) -> str:
 
 
 def _written(name: str, value: object, function: Any) -> str:
-    """Return the signature of a method as one writes it, without `self`."""
+    """Return the signature of a method or property as one writes it, without `self`.
+
+    name: name of the attribute.
+    value: the attribute in the dict of its class: a function, a property or a class method.
+    function: the function inside `value`, which has the signature.
+    """
     signature = inspect.signature(function)
     result = type_name(signature.return_annotation)
     if isinstance(value, property):
@@ -302,7 +307,11 @@ def _written(name: str, value: object, function: Any) -> str:
 
 
 def _arguments(signature: inspect.Signature, parameters: Iterable[inspect.Parameter]) -> str:
-    """Return parameters of a signature in parentheses, with their types as one writes them in code."""
+    """Return some parameters of a signature in parentheses, with their types as one writes them in code.
+
+    signature: the signature.
+    parameters: the parameters to return, for example all except `self`.
+    """
     typed = [one.replace(annotation=_Text(type_name(one.annotation))) for one in parameters]
     return str(signature.replace(parameters=typed, return_annotation=inspect.Signature.empty))
 

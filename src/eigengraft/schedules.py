@@ -223,7 +223,8 @@ def with_numbers(component: C, number: Callable[[Schedule], Any]) -> C:
 
     A component without schedules is returned as it is.
 
-    number: function that is called once for each schedule. Equal components have their schedules in the same order.
+    number: function of a schedule, which returns the value that replaces the schedule. It is called once for each
+        schedule, in an order that is the same for equal components.
     """
     fields = {name: getattr(component, name) for name in type(component).model_fields}
     found = {name: _inside(value, number) for name, value in fields.items()}

@@ -154,7 +154,7 @@ class Request:
 
     @property
     def optional(self) -> bool:
-        """True if only the first step requires the signal, or no step."""
+        """True if no step after the first requires the signal."""
         return self.when in ("first", "if_given")
 
     def needed_at(self, step: int, refreshes: bool) -> bool:

@@ -508,9 +508,10 @@ class State:
         return type(self)(self.tensors, self.block, self.path, rows, mask, self.storage.slice_rows(start, stop))
 
     def snapshot(self, names: Iterable[str]) -> Self:
-        """Return this state with copies of some slots, for the selected blocks, so that later steps do not change them.
+        """Return a state with copies of some slots, for the blocks that this state selects. Later steps do not change
+        the copies.
 
-        names: names of these slots.
+        names: names of the slots that are copied. The result has no other slots.
         """
         copies = {}
         for key in (StateKey.join(self.path, name) for name in names):

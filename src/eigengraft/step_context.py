@@ -50,9 +50,9 @@ class StepContext:
         step. Without a delay `asked` equals `due`.
     kept: values that a stage computes in one hook and uses again in its next hook of the same step, by the path of the
         stage.
-    numbers: while a chain is traced, the function that replaces `per_block`. Its argument is a function f of the step
-        number. It returns a 0-d tensor, which the traced program replaces by f(step) in each step. None: no chain is
-        traced.
+    numbers: while a chain is traced, the function that replaces `per_block`. It accepts a function f of the step
+        number, and returns a 0-d tensor. The traced program replaces this tensor by f(step) in each step. None: no
+        chain is traced.
     sums: function that adds numbers `[N]` over the blocks of each parameter; None: no stage of the update needs sums.
     questions: the conditions on the step that stages have passed to `holds`; recorded only while a chain is traced.
     """

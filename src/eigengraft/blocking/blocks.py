@@ -346,8 +346,8 @@ def _equal_matrices(shape: Numbers, matrices: Matrices) -> Iterator[EqualMatrice
     fused projection. All of its matrices have one shape.
 
     The axis may contain all sections several times, once for each group of heads: queries, keys, values, queries, keys,
-    values, and so on. Axes in the results are then those of the parameter reshaped so that this axis becomes two: the
-    number of the group, and the index within the group.
+    values, and so on. The results then refer to the axes of a reshaped parameter, in which two axes replace this axis:
+    the number of the group, and the index within the group.
     """
     cut, grouped, start = matrices.axis(shape), matrices.groups > 1, 0
     moved = {axis: axis + (grouped and axis > cut) for axis in range(len(shape))}
@@ -401,12 +401,12 @@ def _grid(
     A tile is a range of one axis of a matrix. A block is the intersection of one tile for each axis, in one of the
     equal matrices.
 
-    factored: shape of the parameter, in which an axis may be divided into two. An axis that has queries, keys and
-        values of each group of heads is divided into the number of the group and the entries of a group.
+    factored: shape of the parameter. An axis that has queries, keys and values of each group of heads is divided into
+        two axes: the number of the group, and the index within the group.
     equal: the matrices that are cut into blocks.
     joined: for each axis of a matrix, the ranges of the parameter's axes that are flattened into it.
     chosen: for each axis of a matrix, the tiles of the blocks in this grid.
-    tiles: for each axis of a matrix, the number of all its tiles, also of those in other grids.
+    tiles: for each axis of a matrix, the number of tiles that the whole axis has, also outside of this grid.
     before: number of blocks, and number of matrices, in the earlier grids of the parameter. This grid continues both
         numberings.
     """
@@ -429,7 +429,7 @@ def _grid(
 
 
 def _piece(order: int, boxes: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]) -> Piece:
-    """Return one piece of a block from its range along each axis of the block.
+    """Return the `Piece` that is given by a range of indices along each axis of a block.
 
     An axis of the block may be flattened from several axes of the parameter. The range is then a box in these axes.
 

@@ -262,6 +262,8 @@ class SideMatrix:
         """Return the matrix `value` over the inputs or outputs (`side`) of a parameter of shape `shape`.
 
         Raises ValueError if the shape of `value` does not fit the parameter.
+
+        matrices: the matrices of the parameter, which say how many batch axes it has.
         """
         wanted = side_shape(shape, matrices, side)
         if tuple(value.shape) != wanted:
@@ -281,7 +283,11 @@ class SideMatrix:
 
 
 def side_shape(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> tuple[int, ...]:
-    """Return the shape `[*batch, n, n]` of a matrix over the n inputs or outputs of a parameter of shape `shape`."""
+    """Return the shape `[*batch, n, n]` of a matrix over the n inputs or outputs of a parameter of shape `shape`.
+
+    matrices: the matrices of the parameter, which say how many batch axes it has.
+    side: inputs or outputs.
+    """
     n = math.prod(shape[axis] for axis in _axes(shape, matrices, side))
     return (*shape[: matrices.batch], n, n)
 
@@ -291,6 +297,9 @@ def side_index(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide, dev
 
     A parameter `[*batch, m, n]` has n inputs for each index of `batch`. The inputs of the first index have the numbers
     0, ..., n - 1, those of the second n, ..., 2n - 1. The result is a view in the shape of the parameter.
+
+    shape: shape of the parameter.
+    matrices: the matrices of the parameter, which say how many batch axes it has.
     """
     counted = sorted([*range(matrices.batch), *_axes(shape, matrices, side)])
     lengths = [shape[axis] if axis in counted else 1 for axis in range(len(shape))]

@@ -299,7 +299,7 @@ class ModuleFacts:
 
 
 class Batches(View):
-    """A rule for tensors of three or more axes: the last two axes are matrices, the others number a batch of matrices.
+    """A rule for tensors of three or more axes: the last two axes form a matrix, the axes before them number matrices.
 
     The weight of a convolution is an exception: it is one tensor, whose axes `blocking` merges. A convolution is
     recognized by its module. If the module is not known, a tensor counts as the weight of a convolution if its axes
@@ -623,9 +623,12 @@ def _factors(model: nn.Module) -> dict[int, Factor]:
 
 
 def _published(path: str, module: nn.Module) -> FoundMatrices:
-    """Yield the matrices that a module declares by `parameter_views()`.
+    """Yield the matrices that a module declares by its method `parameter_views()`.
 
-    The method returns {parameter name: matrices, or a mapping of their fields}.
+    The method returns a mapping from names of parameters. A value is an object of the class `Matrices`, or a mapping
+    from fields of `Matrices` to values, such as {"heads": 64}.
+
+    path: path of the module in the model, for errors.
     """
     views = getattr(module, "parameter_views", None)
     if not callable(views):

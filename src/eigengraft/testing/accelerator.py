@@ -79,7 +79,7 @@ class DeviceCounts(LineCounts):
     device: device of the accelerator's tensors.
     live: bytes of all tensors on the device now, minus their bytes at the start of the `with` statement.
     peak: the largest value of `live`.
-    lines: the work of each line, by file, line number and operation.
+    lines: the waits, copies, kernels and bytes that each line of code caused, by (file, line number, operation).
     """
 
     device: torch.device = torch.device("cuda:0")
@@ -88,11 +88,11 @@ class DeviceCounts(LineCounts):
     lines: dict[tuple[str, int, str], LineCounts] = field(default_factory=lambda: defaultdict(LineCounts), repr=False)
 
     def by_line(self, *names: str) -> dict[str, LineCounts]:
-        """Return the work of each line.
+        """Return the waits, copies, kernels and bytes that each line of code caused, for each operation in the line.
 
         Args:
-            names: fields of `LineCounts`. Only lines in which one of these fields is above 0 are returned. Without
-                names, all lines are returned.
+            names: fields of `LineCounts`, such as "waits". Only operations for which one of these fields is above 0 are
+                returned. Without names, all are returned.
 
         Returns:
             The counts by "file:line operation", with most waits first.
@@ -241,13 +241,17 @@ class _Stream:
         self.asked, self._done, self._waiting, self._lock = 0, 0, deque[Callable[[], Any]](), RLock()
 
     def add(self, work: Callable[[], Any]) -> None:
-        """Add work that must run after all earlier work of the stream."""
+        """Add a function without arguments, such as a copy, to the end of the stream. It runs after all earlier ones.
+
+        work: the function.
+        """
         self._waiting.append(work)
         self.asked += 1
 
     def run(self, number: int) -> None:
-        """Run the first `number` pieces of work that were ever added to the stream, without those that have run
-        already.
+        """Run the functions that were added to the stream, up to the one with this number, if they have not run yet.
+
+        number: number of a function, counted from 1 since the stream was made.
         """
         with self._lock:
             while self._done < number:
@@ -297,7 +301,7 @@ class _Event:
         self._number = self._stream.asked
 
     def run(self) -> None:
-        """Run all work that was added to the stream before the event was recorded."""
+        """Run all functions that were added to the stream before the event was recorded, if they have not run yet."""
         self._stream.run(self._number)
 
     def query(self) -> bool:
@@ -385,7 +389,12 @@ class _Device(TorchDispatchMode):
             counts.lines[line].add(waits, uploads, downloads, kernels, traffic)
 
     def launch(self, operation: str, kernels: int, traffic: int) -> None:
-        """Add launched kernels and their traffic. This is `note` without its other fields, for most operations."""
+        """Add launched kernels and their traffic. This is a short form of `note`, without waits and copies.
+
+        operation: name of the operation that launches the kernels.
+        kernels: number of kernels.
+        traffic: bytes that the kernels read and write.
+        """
         line = (*_site(), operation)
         for counts in self.sections:
             for each in (counts, counts.lines[line]):
@@ -447,7 +456,7 @@ class _Device(TorchDispatchMode):
 
         name: name of the operation.
         args, kwargs: its arguments.
-        tensors: (those on the device, all) of the tensors among the arguments.
+        tensors: (tensors on the device, all tensors) among the arguments.
         target: type of the device in the argument `device`; None: the operation has no such argument.
         """
         own, given = tensors

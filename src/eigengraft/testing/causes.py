@@ -81,12 +81,13 @@ class OperationWatch(TorchDispatchMode):
     """
 
     def __init__(self, component: Component, blocks: int = 0, inputs: Mapping[str, Tensor] | None = None) -> None:
-        """Prepare a watch; operations are recorded inside `with`.
+        """Prepare a watch. It records the torch operations that run inside its `with` statement.
 
-        component: the component. A record names the line of its class, if a method of the class is among the callers.
+        component: the component under test. The record of an operation names the innermost line that was reached in a
+            file of the component's class, or the line that called the operation if none was reached.
         blocks: number N of blocks in the tensors `[N, *block]` that the component receives; 0: operations that mix
             blocks are not recorded.
-        inputs: tensors that must not be written to, by name.
+        inputs: tensors that must not be written to, by name. None: writes are not recorded.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.files, self.blocks = files_of(component), blocks
@@ -122,9 +123,9 @@ class OperationWatch(TorchDispatchMode):
     def _record(self, found: list[str], operation: str) -> None:
         """Add an operation to a list, with the line of the component that caused it.
 
-        Operations of the law itself, the check that calls the component, are left out. Operations that mix blocks are
-        left out, too, if they run directly in a function of this library that is not in a file of the component. An
-        example is `finite_blocks`, whose result for a block does not depend on other blocks.
+        Operations that the law runs itself, outside of the component, are left out. Operations that mix blocks are left
+        out, too, if they run directly in a function of this library that is not in a file of the component. An example
+        is `finite_blocks`, whose result for a block does not depend on other blocks.
 
         found: the list, such as `mixes`.
         operation: name of the operation.

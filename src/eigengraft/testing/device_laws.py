@@ -19,7 +19,7 @@ def require_no_waits(counts: DeviceCounts, when: str, remedy: str = "") -> None:
 
     torch itself waits for the results of decompositions. The error does not name these waits.
 
-    when: the step or the call that was watched.
+    when: text that names the step or the call that was watched, such as "step 3".
     remedy: advice at the end of the error.
     """
     lines = [Path(x).name for x in counts.by_line("waits", "uploads")]  # file names, as in other laws

@@ -21,7 +21,7 @@ from .causes import RandomStates, files_of, global_draw
 class LawError(AssertionError):
     """Error about a component that breaks a law. The message has the component, the problem and the name of the law.
 
-    law: name of the law, if it is another one than the law that is being checked; else "".
+    law: name of the broken law. "": it is the law that is being checked.
     """
 
     def __init__(self, message: str, law: str = "") -> None:

@@ -271,9 +271,10 @@ _OTHER_SCALE = "does decode() multiply by the number by which encode() divides?"
 def _require_scale(case: QuantizerCase) -> None:
     """Raise a LawError if the sum <x, y> exceeds 1.05 <x, x> or 1.05 <y, y>, over the entries of 64 matrices.
 
-    The bounds hold for matrices x and the decoded matrices y, and for y and the matrices decoded after y is encoded.
-    The quotients are 1 or less however coarse a format is. Errors that do not depend on x only enlarge <y, y>. A format
-    that decodes a code to the mean of its interval has <x, y> = <y, y>. A wrong scale enlarges one of the quotients.
+    This is required of matrices x and the decoded matrices y, and of y and the matrices decoded after y is encoded. The
+    quotients <x, y> / <x, x> and <x, y> / <y, y> are 1 or less however coarse a format is. Errors that do not depend on
+    x only enlarge <y, y>. A format that decodes a code to the mean of its interval has <x, y> = <y, y>. A wrong scale
+    enlarges one of the quotients.
     """
     slot, x = case.example(64)
     y = case.component.decode(case.component.encode(x), slot, _FLOAT32)

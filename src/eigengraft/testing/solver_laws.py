@@ -166,8 +166,8 @@ def arguments_are_not_written_to(case: SolverCase[AnySolver]) -> None:
 
 
 def results_keep_dtype_and_device(case: SolverCase[AnySolver]) -> None:
-    """In float32 and float64 the result has the dtype and device of the matrices. Its shape is theirs, but bases may
-    have fewer columns.
+    """In float32 and float64 the result has the dtype, device and shape of the matrices, except that bases may have
+    fewer columns.
     """
     for dtype in (torch.float32, torch.float64):
         a = definite(dtype=dtype)
@@ -371,9 +371,12 @@ def _undone(solver: RootSolver, a: Tensor, exponent: Fraction) -> tuple[Tensor, 
 
 
 def _require_undone(exponent: Fraction, fractions: Tensor, errors: Tensor, where: str, remedy: str) -> None:
-    """Raise a LawError if an error exceeds its tolerance, which is the fraction, but at least 1e-2.
+    """Raise a LawError if a root does not undo its matrix: if an error exceeds its tolerance.
 
-    where: the matrix, at the end of the name of what is compared.
+    exponent: exponent of the roots, for the message.
+    fractions: tolerance of each error, but at least 1e-2. It broadcasts against `errors`.
+    errors: for each matrix, the largest entry of A^-e f(A)^e - I, with f as in `a_root_undoes_its_matrix`.
+    where: text that names the matrices in the message, or "".
     remedy: the end of the message.
     """
     bounds = fractions.clamp_min(1e-2).expand_as(errors)
@@ -545,8 +548,8 @@ def bounds_scale_with_the_matrix(case: BoundCase) -> None:
 
 
 def bounds_are_not_below_the_eigenvalue(case: BoundCase) -> None:
-    """The bound of a d x d matrix is at least its largest eigenvalue, up to 2 d roundings, and at most d times that
-    eigenvalue.
+    """The bound of a d x d matrix is at least its largest eigenvalue, up to a relative error of 2 d machine epsilon,
+    and at most d times that eigenvalue.
     """
     for name, a in (("random", definite()), ("rank one", definite()[..., :1] @ definite()[..., :1].mT)):
         largest, upper, d = torch.linalg.eigvalsh(a)[:, -1], case.component.upper(a), a.shape[-1]

@@ -58,6 +58,8 @@ class StageBench:
     ) -> None:
         """Allocate the state.
 
+        block: shape of a block.
+        blocks: number N of blocks.
         quantizer: storage of every slot that the quantizer can store; None: no slot is quantized.
         path: path of the stage's chain in state keys and error messages.
         """

@@ -71,6 +71,8 @@ class FactorBench:
     ) -> None:
         """Allocate the factors.
 
+        block: shape of a block.
+        blocks: number N of blocks.
         first: number of the first block. A block's random numbers, and its inputs beside the gradient (signals), follow
             from its number.
         """

@@ -296,7 +296,7 @@ def _same(one: Tensor, two: Tensor) -> bool:
 
 
 def input_notes(task: Task) -> Iterator[str]:
-    """Yield a sentence about inputs of the first batch that are not normalized, by the rules of the doctor.
+    """Yield a sentence about inputs of the first batch that are not normalized, by the rules of `eigengraft doctor`.
 
     This is no law, because a model may normalize its inputs itself.
     """
