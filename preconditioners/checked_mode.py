@@ -194,7 +194,7 @@ class CheckedHooks:
 
 
 def wrong_direction(what: str, value: object, direction: Tensor) -> ContractError:
-    """Return the error about a result of `apply` that is no tensor of the shape of the direction.
+    """Return the error about `value`, a result of `apply` that is no tensor of the shape of the direction.
 
     Any other shape would be broadcast by later operations, without an error.
 

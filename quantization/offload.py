@@ -92,9 +92,11 @@ class Offload(Quantizer):
 
 
 def available(location: Location | None, device: torch.device) -> Location | None:
-    """Return the location, or None if this storage has no effect for slots on this device.
+    """Return the location, or None if it has no effect for slots on this device, or if it is None.
 
     Tensors on a CPU are in host memory already. Tensors on the meta device, and fake tensors, have no memory.
+
+    location: the memory for the slots between steps; None: the memory of their device.
     """
     if location is None or device.type == "meta" or active_fake_mode() is not None:
         return None

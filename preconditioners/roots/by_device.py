@@ -98,6 +98,10 @@ def estimate(device: str, operation: str, order: int, dtype: torch.dtype) -> Est
     The row with the smallest order >= `order` is used. Above the largest order in the file, times grow with the third
     power of the order. Times from publications, and estimated times, are only used if there is no measured time of the
     operation on the device. A device type without rows is treated as CUDA.
+
+    device: type of the device.
+    operation: name of the operation in the file, such as "eigh" or "eigh_on_host".
+    order: order of the matrix.
     """
     if device not in {row.device for row in timings()}:
         device = "cuda"
@@ -116,6 +120,8 @@ def estimate_on_host(device: str, operation: str, order: int, dtype: torch.dtype
 
     If `timings.json` has no such time ("<operation>_on_host"), return the time of a CPU without the copies, or None if
     this time is unknown, too.
+
+    device, operation, order: as in `estimate`.
     """
     return estimate(device, f"{operation}_on_host", order, dtype) or estimate("cpu", operation, order, dtype)
 
@@ -167,7 +173,11 @@ def chosen(solver: _Solver, a: Tensor) -> _Solver:
 
 
 def decomposed_on_host(device: str, order: int, dtype: torch.dtype) -> bool:
-    """Return True if matrices on a device are decomposed faster on the host, by the times in `timings.json`."""
+    """Return True if matrices on a device are decomposed faster on the host, by the times in `timings.json`.
+
+    device: type of the device. For "cpu" the result is False.
+    order: order of the matrices.
+    """
     if device == "cpu":
         return False
     here, there = estimate(device, "eigh", order, dtype), estimate_on_host(device, "eigh", order, dtype)

@@ -38,6 +38,7 @@ def eigh(a: Tensor, host: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     float32 is repeated in float64. On a device a result with nan is not computed again, because a test for nan would
     make the host wait. For a matrix that fails, the result is the decomposition of the identity.
 
+    a: symmetric matrices `[N, d, d]`.
     host: True to copy matrices of a device to the host and decompose them there. The host waits once, for the copies.
     """
     if host and not a.is_cpu:

@@ -34,8 +34,9 @@ numbers they take a quarter of the codes' bytes."""
 def joined_axes(shape: Sequence[int], size: int) -> int:
     """Return the number of last axes of a slot that are flattened to one row, in which blocks are then formed.
 
-    This is 1 if the last axis has at least 16 numbers, or at least the numbers of one block. Otherwise it is the least
-    number of axes with which a row has so many numbers, or the number of all axes if even they have fewer.
+    A row should have at least 16 numbers, or at least one block if a block has fewer than 16 numbers. The result is the
+    least number of axes that gives such a row, at least 1. If the slot has too few numbers, the result is the number of
+    its axes.
 
     shape: shape of the slot.
     size: number of numbers in a block.

@@ -569,7 +569,10 @@ def _number(module: nn.Module, *names: str) -> int | None:
 
 
 def _outputs(module: nn.Module, name: str) -> Literal["first", "last"]:
-    """Return the axis of a layer's weight that holds the outputs. `Conv1D` of Hugging Face has `[inputs, outputs]`."""
+    """Return the axis of a layer's weight that holds the outputs. `Conv1D` of Hugging Face has `[inputs, outputs]`.
+
+    name: name of the layer in `module`.
+    """
     return "last" if is_transposed(getattr(module, name)) else "first"
 
 

@@ -174,7 +174,10 @@ class StageBench:
         return copied
 
     def renewed(self, rows: Sequence[int]) -> StageBench:
-        """Return a bench with new state for blocks of this bench. A block may occur in `rows` several times."""
+        """Return a bench with new state for some blocks of this bench, which keep their phases and seeds.
+
+        rows: indices of these blocks in this bench. An index may occur several times.
+        """
         bench = StageBench(self.stage, self.block, len(rows), self.dtype, self.quantizer, self.path)
         bench.phases, bench.seeds = self.phases[[*rows]], self.seeds[[*rows]]
         return bench
