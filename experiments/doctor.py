@@ -942,7 +942,7 @@ def _of_fault(record: Record) -> Iterator[Finding]:
     rate, own = record.rate or 0.0, record.recipe_rate or math.inf
     far = rate >= FAR * own and not _is_untroubled(record)
     if kind == "model" and fault.step > 1 and (far or (record.largest_step or 0.0) >= LARGE_STEP):
-        kind, text = "learning rate", f"the loss is finite, but the gradient of {layer} is not"
+        kind, text = "learning rate", text.partition(";")[0]
         text += f"; lr is {rate / own:.3g} times that of the recipe" if far else ""
     if kind == "learning rate":
         fastest = record.fastest

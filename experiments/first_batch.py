@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .tasks import Dataset, Task
 from .tasks.base import IGNORED_CLASS, loss_fault, training_labels
+from .training.divergence import watched_layers
 from .training.experiment import Experiment
 from .training.train import isolated_run
 
@@ -315,27 +316,21 @@ def gradient_end(experiment: Experiment, model: nn.Module, parameter: str) -> Gr
     """
     task, calls = experiment.task, list[_Call]()
     layer = parameter.rpartition(".")[0]
-    named = {module: name for name, module in model.named_modules() if not list(module.children())}
 
-    def record(module: nn.Module, received: Any, returned: Any) -> None:
+    def record(name: str, module: nn.Module, received: Sequence[Any], returned: Any) -> None:
         if received and isinstance(received[0], Tensor) and isinstance(returned, Tensor):
             for x in (received[0], returned):
                 if x.requires_grad:
                     x.retain_grad()
-            calls.append(_Call(named[module], module, received[0], returned))
+            calls.append(_Call(name, module, received[0], returned))
 
-    hooks = [module.register_forward_hook(record) for module in named]
-    try:
-        with isolated_run(experiment):
-            inputs, targets = task.load().batch(experiment.seed, 0)
-            task.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.zero_grad()
+    with isolated_run(experiment), watched_layers(model, record) as layers:
+        inputs, targets = task.load().batch(experiment.seed, 0)
+        task.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    model.zero_grad()
     place = next((number for number, call in enumerate(calls) if call.name == layer), None)
     if place is None:
-        found = f"; the forward pass does not call {layer}" if layer in named.values() else ""
+        found = f"; the forward pass does not call {layer}" if layer in layers else ""
         return GradientEnd(found, f"use {layer} in `forward`, or remove it" if found else "")
     own = calls[place]
     if not own.received.any():

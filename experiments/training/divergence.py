@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -105,7 +107,7 @@ class Divergence:
 
     def fault(self) -> Fault:
         """Return the fault of the first value that is not finite, in the order batch, state, weight, loss, validation,
-        gradient. Weights count only if the training loss is not finite.
+        gradient. A weight of size HUGE counts as not finite, because the numbers computed from it overflow.
 
         State is checked before weights: if both are wrong, a step wrote the state first and computed the weights from
         it. All ranks must call this, and all receive the same fault.
@@ -117,9 +119,10 @@ class Divergence:
         if slot := self._first(self._state()):
             text = f"the state {slot} is not finite, while the batch is; a step wrote it before the weights"
             return Fault("state", "learning rate", self.step, slot, f"{text}; a smaller lr or a larger eps may help")
-        weight = self._first((name, parameter) for name, parameter in self.model.named_parameters())
+        if fault := self._of_weights():
+            return fault
         if self.loss is not None and not math.isfinite(self.loss):
-            return self._of_loss(weight)
+            return self._of_loss()
         if self.val_loss is not None and not math.isfinite(self.val_loss):
             return self._of_evaluation(self.val_loss)
         return self._of_gradient()
@@ -135,22 +138,34 @@ class Divergence:
             return Fault("state", "failed root", self.step, slot, str(error))
         if isinstance(error, FloatingPointError):
             return self.fault()
-        return Fault.of_error(error, self.step)
+        found = Fault.of_error(error, self.step)
+        cause = self._of_weights()  # some losses raise an error if the outputs are not finite
+        return found if cause is None else replace(cause, text=f"{cause.text}; {found.text}")
+
+    def _of_weights(self) -> Fault | None:
+        """Return the fault of a weight that is not finite or has the size HUGE; None if there is no such weight.
+
+        The loss of a step is computed before its update. So if this loss is finite, the update of the step is at fault,
+        else the update before it, or the initial weights.
+        """
+        size, name = self._largest_weight()
+        if size < HUGE:
+            return None
+        text = f"the weight {name} " + (f"has numbers up to {size:.3g}" if size < math.inf else "is not finite")
+        before = self.loss is None or not math.isfinite(self.loss)
+        if before and self.step == 1:
+            text += " before the first update; the initial weights are at fault"
+            return Fault("weight", "initialization", 1, name, text)
+        text += ", while the batch is finite; an update was too large, a smaller lr may help"
+        return Fault("weight", "learning rate", self.step - before, name, text)
 
     def _of_gradient(self) -> Fault:
         named = ((name, parameter.grad) for name, parameter in self.model.named_parameters())
         name = self._first((name, own) for name, own in named if own is not None)
-        size, largest = self._largest_weight()
-        if name is not None and self.step > 1 and size >= HUGE:  # no usual initial weights are so large
-            text = (
-                f"the loss is finite, but the gradient of {name} is not, and weights have grown: the largest is "
-                f"{size:.3g}, in {largest}; a smaller lr may help"
-            )
-            return Fault("gradient", "learning rate", self.step, name, text)
         if name is not None:
             text = (
-                "the loss is finite, but a gradient could not be used; the first that is not finite is that of "
-                f"{name}; an operation of the model has no finite derivative there, as a root of 0, or overflows"
+                f"the loss is finite, but the gradient of {name} is not; an operation of the model has no finite "
+                "derivative there, as a root of 0, or overflows"
             )
             return Fault("gradient", "model", self.step, name, text)
         sets = self.optimizer.param_sets
@@ -162,97 +177,91 @@ class Divergence:
         if text := validation_fault(self.dataset):
             text = f"the evaluation read {text}; the validation data are at fault, not the training"
             return Fault("evaluation", "validation data", self.step, "", text)
-        text = (
-            f"the validation loss is {val_loss} and the training loss {self.loss:.4g}: outputs overflow on "
-            "validation data, which are finite; compare their range with that of the training data"
-        )
-        return Fault("evaluation", "validation data", self.step, "", text)
+        text = f"the validation loss is {val_loss} and the training loss {self.loss:.4g}"
+        if fault := self._of_forward("evaluation", text):
+            return fault
+        text += ": outputs overflow on validation data, which are finite; compare their range with that of the training"
+        return Fault("evaluation", "validation data", self.step, "", f"{text} data")
 
-    def _of_loss(self, weight: str | None) -> Fault:
-        if self.step == 1:
-            if weight is not None:
-                text = f"the weight {weight} is not finite before the first update; the initial weights are at fault"
-                return Fault("weight", "initialization", 1, weight, text)
-            in_float32 = self._loss_in_float32()
-            return self._of_first_loss() if in_float32 is None else self._of_precision(in_float32)
-        if weight is not None:
-            text = f"the weight {weight} is not finite, while the batch is; an update overflowed, a smaller lr may help"
-            return Fault("weight", "learning rate", self.step - 1, weight, text)
+    def _of_loss(self) -> Fault:
         in_float32 = self._loss_in_float32()
         if in_float32 is not None:
-            return self._of_precision(in_float32)
-        size, name = self._largest_weight()
-        text = (
-            "the loss is not finite, while the batch and all weights are; the largest weight is "
-            f"{size:.3g}, in {name}; a smaller lr may help"
-        )
-        return Fault("loss", "learning rate", self.step, name, text)
+            text = (
+                f"the loss is {self.loss}, while batch and weights are finite and the same loss in float32 is "
+                f"{in_float32:.4g}: a number overflows in low precision; compute that part of the model in float32"
+            )
+            return Fault("loss", "precision", self.step, "", text)
+        when = " before the first update" if self.step == 1 else ""
+        text = f"the loss is not finite{when}, while the batch and all weights are"
+        return self._of_forward("loss", text) or self._of_overflow("loss", text)
 
-    def _largest_weight(self) -> tuple[float, str]:
-        """Return the largest absolute value of a weight over all ranks, and the name of the parameter that has it."""
-        sizes = (
-            (float(local(own).detach().abs().max()), name)
-            for name, own in self.model.named_parameters()
-            if local(own).numel()
-        )
-        return max(self.ranks.all_gather(max(sizes, default=(0.0, ""))))
-
-    def _of_first_loss(self) -> Fault:
-        """Return the fault of a loss that is not finite before the first update, although batch and weights are finite.
+    def _of_forward(self, place: FaultPlace, text: str) -> Fault | None:
+        """Return the fault of the first number that is not finite in a forward pass with the batch. Return None if
+        there is none, or on several ranks, where the numbers are not searched.
 
         The cause is an operation of the model or of the loss function that has no finite value, such as a log of 0, if
-        all numbers up to this operation are below HUGE. Otherwise numbers overflow, and the initial weights count as
-        the cause. They also count as the cause on several ranks, where the numbers are not searched.
+        all numbers up to this operation are below HUGE. Otherwise numbers overflow.
+
+        place: the loss that is not finite.
+        text: a clause about this loss, with which the text of the fault begins.
         """
-        text = "the loss is not finite before the first update, while the batch and all weights are"
-        layer, seen, largest = ("", "", math.inf) if self.ranks.distributed else self._first_overflow()
-        if largest < HUGE:
-            text += (
-                f"; {seen}; an operation there has no finite value, as a log of 0 or the exponential of a large number"
-            )
-            return Fault("loss", "model", 1, layer, text)
-        text += "; the initial weights or the loss are at fault, or numbers overflow"
-        return Fault("loss", "initialization", 1, "", text)
+        layer, seen, largest = ("", "", 0.0) if self.ranks.distributed else self._first_overflow()
+        if largest >= HUGE:
+            return self._of_overflow(place, text)
+        if not seen:
+            return None
+        text += f"; {seen}; an operation there has no finite value, as a log of 0 or the exponential of a large number"
+        return Fault(place, "model", self.step, layer, text)
+
+    def _of_overflow(self, place: FaultPlace, text: str) -> Fault:
+        """Return the fault of numbers that overflow: the learning rate, or the initial weights before the first update.
+        The arguments are those of `_of_forward`.
+        """
+        if place == "loss" and self.step == 1:
+            text += "; the initial weights or the loss are at fault, or numbers overflow"
+            return Fault(place, "initialization", 1, "", text)
+        size, name = self._largest_weight()
+        text += f"; numbers overflow, and the largest weight is {size:.3g}, in {name}; a smaller lr may help"
+        return Fault(place, "learning rate", self.step, name, text)
 
     def _first_overflow(self) -> tuple[str, str, float]:
         """Find the first place in a forward pass at which numbers are not finite. Return three values: the name of the
-        layer, a clause about its outputs, and the largest absolute value of the finite numbers before it. The name is
-        "" if the outputs of all layers are finite, so that the place is the model itself or the loss.
+        layer, a clause about its outputs, and the largest absolute value of the finite numbers before it.
+
+        The name is "" if the outputs of all layers are finite, so that the place is the model itself or the loss. Name
+        and clause are "" if the loss is finite.
         """
-        inputs, _ = self.batch.to(self.ranks.device)
-        found, largest = list[tuple[str, str]](), [0.0]
+        inputs, targets = self.batch.to(self.ranks.device)
+        found, largest = list[tuple[str, str]](), [_size(inputs), self._largest_weight()[0]]
 
-        def watch(name: str, kind: str) -> Callable[[nn.Module, Any, Any], None]:
-            def hook(_: nn.Module, received: Any, outputs: Any) -> None:
-                if not found and isinstance(outputs, Tensor) and outputs.numel():
-                    sizes = [_size(x) for x in received if isinstance(x, Tensor)]
-                    largest[0] = max([largest[0], *filter(math.isfinite, sizes)])
-                    if not math.isfinite(_size(outputs)):
-                        found.append((name, f"the outputs of {name} ({kind}) are the first that are not finite"))
+        def watch(name: str, layer: nn.Module, received: Sequence[Any], outputs: Any) -> None:
+            if name and not found and isinstance(outputs, Tensor):
+                largest.extend(_size(x) for x in received if isinstance(x, Tensor))
+                if _size(outputs) == math.inf:
+                    kind = type(layer).__name__
+                    found.append((name, f"the outputs of {name} ({kind}) are the first that are not finite"))
 
-            return hook
+        with torch.no_grad(), watched_layers(self.model, watch):
+            outputs = self.model(inputs)
+        largest.append(_size(outputs) if isinstance(outputs, Tensor) else 0.0)
+        if largest[-1] == math.inf:
+            found.append(("", "the outputs of the model are not finite"))
+        elif math.isfinite(self.gradients.task.loss(outputs, targets).item()):
+            found = [("", "")]  # an infinite number in a layer, as in a mask, does no harm
+        else:
+            found.append(("", "the outputs of the model are finite too, and their loss is not"))
+        return *found[0], max(filter(math.isfinite, largest))
 
-        named = [(name, module) for name, module in self.model.named_modules() if name and not list(module.children())]
-        hooks = [module.register_forward_hook(watch(name, type(module).__name__)) for name, module in named]
-        try:
-            with torch.no_grad():
-                outputs = self.model(inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        largest[0] = max(largest[0], _size(inputs), self._largest_weight()[0])
-        if found:
-            return *found[0], largest[0]
-        if not isinstance(outputs, Tensor) or not math.isfinite(_size(outputs)):
-            return "", "the outputs of the model are not finite", largest[0]
-        return "", "the outputs of the model are finite too, and their loss is not", max(largest[0], _size(outputs))
+    def _largest_weight(self) -> tuple[float, str]:
+        """Return the largest absolute value of a weight over all ranks, and the name of the parameter that has it.
 
-    def _of_precision(self, in_float32: float) -> Fault:
-        text = (
-            f"the loss is {self.loss}, while batch and weights are finite and the same loss in float32 is "
-            f"{in_float32:.4g}: a number overflows in low precision; compute that part of the model in float32"
-        )
-        return Fault("loss", "precision", self.step, "", text)
+        A number that is not finite counts as infinity. Frozen parameters count only if they have such a number, because
+        they may be constants, such as a mask of large negative numbers.
+        """
+        sizes = [(_size(local(own)), name, own.requires_grad) for name, own in self.model.named_parameters()]
+        trained = [(size, name) for size, name, trains in sizes if trains or size == math.inf]
+        largest = max(trained, key=itemgetter(0), default=(0.0, ""))
+        return max(self.ranks.all_gather(largest), key=itemgetter(0))
 
     def _loss_in_float32(self) -> float | None:
         """Return the loss of the batch in float32 if the run uses a lower precision and this loss is finite, else None.
@@ -291,8 +300,33 @@ class Divergence:
 
 
 def _size(x: Tensor) -> float:
-    """Return the largest absolute number of a tensor; 0 for a tensor of integers or without entries."""
-    return float(x.detach().abs().max()) if x.numel() and x.is_floating_point() else 0.0
+    """Return the largest absolute number of a tensor; 0 for a tensor of integers or without entries. NaN counts as
+    infinity.
+    """
+    size = float(x.detach().abs().max()) if x.numel() and (x.is_floating_point() or x.is_complex()) else 0.0
+    return math.inf if math.isnan(size) else size
+
+
+@contextmanager
+def watched_layers(
+    model: nn.Module, watch: Callable[[str, nn.Module, Sequence[Any], Any], None]
+) -> Iterator[Collection[str]]:
+    """Call `watch(name, layer, inputs, outputs)` after each call of a layer in the `with` block. Return the names of
+    all layers.
+
+    A layer is a module without children. Its name is "" if it is the model itself.
+    """
+
+    def hook(name: str) -> Callable[[nn.Module, Sequence[Any], Any], None]:
+        return lambda layer, inputs, outputs: watch(name, layer, inputs, outputs)
+
+    layers = {name: layer for name, layer in model.named_modules() if not list(layer.children())}
+    handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
+    try:
+        yield layers
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def worse_than_at_first(

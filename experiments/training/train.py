@@ -231,7 +231,8 @@ class Trainer:
         except Exception as error:
             if not self.ranks.distributed:
                 try:
-                    fault = self._divergence(step).of_error(error, self.experiment.recipe.failure.roots)
+                    loss = self.window.losses[-1] if evaluation else None
+                    fault = self._divergence(step, loss).of_error(error, self.experiment.recipe.failure.roots)
                 except Exception:  # the search for the fault failed; the first error says more
                     fault = Fault.of_error(error, step)
                 self.fault = None  # the error ends the run, and replaces an earlier fault, such as a skipped gradient

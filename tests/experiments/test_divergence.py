@@ -27,7 +27,7 @@ from ..refusals import refused
 
 pytestmark = pytest.mark.slow
 
-Fault = Literal["none", "inputs", "targets", "validation", "initial weight", "gradient", "range"]
+Fault = Literal["none", "inputs", "targets", "validation", "initial weight", "gradient", "range", "deep", "log"]
 
 
 class Root(nn.Linear):
@@ -37,6 +37,13 @@ class Root(nn.Linear):
         zero = sum((parameter * 0).sum() for parameter in self.parameters())
         assert isinstance(zero, Tensor)
         return super().forward(x) + zero.sqrt()
+
+
+class Log(nn.Module):
+    """log |x|, which is not finite at 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs().log()
 
 
 class Faulty(Task):
@@ -54,6 +61,8 @@ class Faulty(Task):
             y[11] = torch.inf
         if self.fault == "validation":
             x[35, 2] = torch.nan
+        if self.fault == "log":
+            x[28] = 0  # in the batch of step 4
         if self.fault == "range":
             x[32:] = 1e30
         mark = Fingerprint("rows", 40, hashlib.sha256(self.fault.encode()).hexdigest())
@@ -62,6 +71,10 @@ class Faulty(Task):
     def build(self) -> nn.Module:
         if self.fault in ("gradient", "range"):
             return Root(3, 1) if self.fault == "gradient" else nn.Linear(3, 1)
+        if self.fault == "log":
+            return nn.Sequential(Log(), nn.Linear(3, 1))
+        if self.fault == "deep":
+            return nn.Sequential(*(nn.Linear(3, 3) for _ in range(12)), nn.Linear(3, 1))
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
         if self.fault == "initial weight":
             with torch.no_grad():
@@ -90,7 +103,7 @@ def experiment(fault: Fault = "none", **fields: object) -> Experiment:
         ),
         ("validation", r"validation batch 0 with 1 number in its inputs .*row 3 of 8, "),
         ("initial weight", r"the weight 2\.weight is not finite before the first update"),
-        ("gradient", r"a gradient could not be used; the first that is not finite is that of weight;"),
+        ("gradient", r"the gradient of weight is not;"),
         ("range", r"the validation loss is inf .* outputs overflow on validation data, which are finite"),
     ],
 )
@@ -109,6 +122,19 @@ def test_what_went_wrong_first_is_said_and_the_learning_rate_is_not_blamed(
 def test_a_learning_rate_that_is_too_high_is_named(tmp_path: Path, lr: float) -> None:
     result = train(experiment(recipe={"base": "sgd", "routes": []}, lr=lr), tmp_path)
     assert result.diverged and "lr" in result.diagnosis
+
+
+def test_outputs_that_overflow_in_the_evaluation_after_an_update_are_the_learning_rate(tmp_path: Path) -> None:
+    """Weights of 1e4 in 13 layers give outputs of 1e52, although each weight is of a size that float32 holds."""
+    train(experiment("deep", recipe="signum", lr=1e4, eval_every=1), tmp_path)
+    fault = json.loads((tmp_path / "fault.json").read_text())
+    assert (fault["place"], fault["cause"], fault["step"]) == ("evaluation", "learning rate", 1)
+
+
+def test_an_operation_without_a_finite_value_is_named_after_the_first_step_too(tmp_path: Path) -> None:
+    train(experiment("log"), tmp_path)
+    fault = json.loads((tmp_path / "fault.json").read_text())
+    assert (fault["place"], fault["cause"], fault["step"], fault["layer"]) == ("loss", "model", 4, "0")
 
 
 def test_a_run_that_got_worse_says_so_also_after_a_stop(tmp_path: Path) -> None:

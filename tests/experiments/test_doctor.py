@@ -51,6 +51,8 @@ Sickness = Literal[
     "overflow",
     "labels",
     "noise",
+    "unequal noise",
+    "strict",
     "scale",
     "zero",
     "small",
@@ -132,6 +134,8 @@ class Patient(Task):
             x.zero_()
         if self.sickness == "noise":
             y = torch.from_numpy(generator(1).integers(0, CLASSES, 96))
+        if self.sickness == "unequal noise":
+            y = torch.from_numpy(generator(1).choice(CLASSES, 96, p=[0.7, 0.2, 0.05, 0.05]))
         mark = Fingerprint("points", 96, hashlib.sha256(self.sickness.encode()).hexdigest())
         names = [f"feature{number}" for number in range(8)]
         return Examples(Batch(x[:64], y[:64]), Batch(x[64:], y[64:]), 16, mark, columns=names)
@@ -165,6 +169,11 @@ class Patient(Task):
             if self.sickness == "dead middle":
                 model[2].bias.fill_(-100)
         return model
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.sickness == "strict" and not outputs.isfinite().all():
+            raise ValueError("not finite outputs")
+        return super().loss(outputs, targets)
 
 
 Task.members.pop("test_patient")  # other tests are about every member of the family
@@ -203,6 +212,9 @@ ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REF
         (patient("row"), "data", range(1, 5), "", ("batch", "in the training data row 37")),
         (patient("validation"), "validation data", [20], "", ("validation batch 0", "row 26 of 32")),
         (patient(recipe="sgd", lr=1e6), "learning rate", range(1, 9), None, ("times the norm",)),
+        (patient(recipe="sgd", lr=1e38, eval_every=1), "learning rate", [1], None, ("e+37", "times the norm")),
+        (patient(recipe="adamw", lr=1e20, eval_every=1), "learning rate", [1], None, ("e+20", "times the norm")),
+        (patient("strict", recipe="sgd", lr=1e38, eval_every=1), "learning rate", [1], None, ("not finite outputs",)),
         (patient(recipe="signum", lr=10.0), "learning rate", [None], "", ("rose from", "times the norm")),
         (patient(recipe=EXPLODING, lr=1e-3), "exploding layer", [5], "2.weight", ("grew to",)),
         (patient(recipe=FASTER, lr=1e-3, steps=100), "exploding layer", [20], "2.weight", ("grew to", "by 300")),
