@@ -199,15 +199,15 @@ def _single_class(data: Dataset, targets: Tensor) -> str:
 
     targets: labels of the first batch. The other labels are read only if all labels of this batch are of one class.
     """
-    if targets.is_floating_point() or not _are_equal(targets[targets != IGNORED_CLASS]):
+    if targets.is_floating_point() or not are_equal(targets[targets != IGNORED_CLASS]):
         return ""
     found = training_labels(data)
-    return f"all {len(found)} training labels are of class {int(found[0])}" if _are_equal(found) else ""
+    return f"all {len(found)} training labels are of class {int(found[0])}" if are_equal(found) else ""
 
 
-def _are_equal(labels: Tensor) -> bool:
-    """Return True if there are labels, and all are equal."""
-    return labels.numel() > 0 and bool(labels.min() == labels.max())
+def are_equal(x: Tensor) -> bool:
+    """Return True if a tensor has entries, and all are equal."""
+    return x.numel() > 0 and bool((x == x.flatten()[0]).all())
 
 
 def _of_mean(task: Task, outputs: Tensor, targets: Tensor) -> float:

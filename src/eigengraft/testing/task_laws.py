@@ -57,6 +57,8 @@ def _faults_of_task(case: Case[Task]) -> Iterator[None]:
 
 def batches_are_a_pure_function_of_seed_and_step(case: Case[Task]) -> None:
     """Batches are equal when the data are read again; other seeds and steps give other batches."""
+    from eigengraft.experiments.first_batch import are_equal
+
     first, second = case.component.load(), case.component.load()
     for step in (7, 0, 500):
         same = _equal(first.batch(3, step), second.batch(3, step))
@@ -67,7 +69,7 @@ def batches_are_a_pure_function_of_seed_and_step(case: Case[Task]) -> None:
     for name, other in (("seed", first.batch(4, 7)), ("step", first.batch(3, 8))):
         cause = f"does batch() use the {name}?"
         if bool((one == one[:1]).all()):
-            value = f"entries are all {one.flatten()[0]:g}" if _is_constant(one) else "rows are all equal"
+            value = f"entries are all {one.flatten()[0]:g}" if are_equal(one) else "rows are all equal"
             cause = f"the cause is not the {name}, but the inputs, whose {value}; does load() fill them with data?"
         different = not _same(one, other.inputs)
         require(different, f"the inputs of the batch of another {name}", "others", "the same", in_parentheses(cause))
@@ -278,10 +280,6 @@ _FIRST = "batch(0, 0), the batch of seed 0 in step 1 of a run"
 
 def _require_finite(loss: float, batch: str) -> None:
     require(math.isfinite(loss), f"the loss of {batch}", "a finite number", loss)
-
-
-def _is_constant(x: Tensor) -> bool:
-    return x.numel() > 0 and bool((x == x.flatten()[0]).all())
 
 
 def _equal(one: Batch, two: Batch) -> bool:
