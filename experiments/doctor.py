@@ -443,12 +443,16 @@ class Record:
         """The ratio |update| / |weight| that the first step would have at the peak learning rate. None if no ratio was
         measured.
 
-        This is the median over layers of their ratios in the first step. If the run has recorded no layers, it is the
-        ratio in the first row of metrics that has one. A ratio of step k of a warm-up is multiplied by
-        warmup_steps / k, because step k has the fraction k / warmup_steps of the peak learning rate.
+        This is the median over matrices of their ratios in the first step. The ratio of a matrix that begins small is
+        multiplied by its share (`shares`), because such a matrix has large ratios in healthy runs too. If the task
+        cannot be loaded, it is the median over all layers. If the run has recorded no layers, it is the ratio in the
+        first row of metrics that has one. A ratio of step k of a warm-up is multiplied by warmup_steps / k, because
+        step k has the fraction k / warmup_steps of the peak learning rate.
         """
         rows = [(row["step"], row["update_ratio"]) for row in self.run.rows if row.get("update_ratio") is not None]
-        firsts = [*self.run.layers.get("update_ratio_first", {}).values()]
+        layers = self.run.layers.get("update_ratio_first", {})
+        matrices = {name: share for name, (share, matrix) in self.shares.items() if matrix and name in layers}
+        firsts = [layers[name] * share for name, share in matrices.items()] or [*layers.values()]
         measured = [(1, median(firsts))] if firsts else rows
         if not measured:
             return None
@@ -467,6 +471,11 @@ class Record:
 
         A run that another training loop logged (`imported`) always has a result. For it, the last training or
         validation loss must not be finite.
+    @property
+    def first_is_large(self) -> bool:
+        """True if the first step would be too large at the peak learning rate, for most layers (`first_step`)."""
+        return (self.first_step or 0.0) >= LARGE_STEP
+
         """
         return self.fault is not None and (ends_lost(self.run.rows) if self.imported else not self.run.result)
 
@@ -649,7 +658,8 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
         RecipeError: the directory is not that of a run.
     """
     record, notes = Record.read(Path(directory), with_task), list[str]()
-    found = [*_of_fault(record), *_of_end(record)]
+    found = [*_of_fault(record)]
+    found += [one for one in _of_end(record) if one.kind not in {other.kind for other in found}]
     if not found and not record.run.rows and not record.run.result:
         notes.append("losses and layers, as the run has no row of metrics yet")
     elif record.imported and not any(row.get("weight_growth_largest_layer") for row in record.run.rows):
@@ -664,7 +674,10 @@ def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:
         own = any(_route(record, one.layer) for one in layers)  # the learning rate is too high for one layer only
         if layers and not found and not own and (large := _step_size(record)):
             found = [Finding("learning rate", None, record.fastest, large.removeprefix("; "))]
-        first = [*found, *layers] if found and found[0].kind == "learning rate" and not own else [*layers, *found]
+        if not found or found[0].kind != "learning rate" or own:
+            first = [*layers, *found]
+        else:  # if updates of all layers were too large, layers stand out that weight decay does not shrink
+            first = found if record.first_is_large else [*found, *layers]
         if dead:  # without gradients no learning rate lets the loss fall
             first = [one for one in first if one.kind != "stalled"]
         found = [*start, *dead, *first]

@@ -334,6 +334,20 @@ def test_a_loss_that_rose_far_and_came_back_is_the_learning_rate(
 
 
 def test_weights_that_grew_tenfold_are_the_learning_rate(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "lr"), [("adamw", 100.0), ("soap_fitted", 10.0), ("shampoo", 30.0)])
+def test_weight_decay_at_a_far_too_high_rate_is_no_exploding_layer(recipe: str, lr: float, tmp_path: Path) -> None:
+    """Updates of all layers are too large, and then weight decay shrinks the matrices."""
+    found = treated(patient(recipe=recipe, lr=lr, steps=100), tmp_path).findings
+    assert [one.kind for one in found] == ["learning rate"]
+
+
+def test_a_learning_rate_is_found_once(tmp_path: Path) -> None:
+    """Gradients overflow and are skipped, and the loss ends far above its first value."""
+    train(load_experiment({"task": "digits", "recipe": "muon", "lr": 1e3, "steps": 20, "eval_every": 20}), tmp_path)
+    assert (tmp_path / "fault.json").exists()
+    assert [one.kind for one in diagnose(tmp_path).findings] == ["learning rate"]
+
+
     found = treated(patient(lr=1.0, log_every=60), tmp_path).findings[-1]
     assert found.kind == "learning rate" and " of 3 matrices grew tenfold or more; " in found.text
 
