@@ -34,7 +34,7 @@ from eigengraft.optimizers.inspect.table import USUAL
 from eigengraft.optimizers.recipe.routing import describe_model
 
 from .files import files_named, read_object
-from .first_batch import FirstBatch, GradientEnd, first_batch, gradient_end, relative_size
+from .first_batch import FirstBatch, GradientEnd, first_batch, gradient_end, loss_of_frequencies, relative_size
 from .reports.records import MANIFEST, METRICS, TRAINING_LOSS, TUNING, Metric, Run, error_line, group_by, read_records
 from .run_log import ends_lost, is_lost, rows_with
 from .tasks.base import generator, number_classes
@@ -250,16 +250,13 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     "overfitting": Explanation(
         "the model has learned the training rows by heart: it is large, or trains long, for so few rows",
         lambda run: (
-            f"{_slow(run)}train for fewer steps, use more data, {_decay(run)} or dropout; compare the best evaluation, "
-            "not the last"
+            f"train for fewer steps, use more data, {_decay(run)} or dropout; compare the best evaluation, not the last"
         ),
     ),
     "worse than guessing": Explanation(
         "labels are noise or belong to other inputs, validation rows are unlike training rows, or the model overfits",
-        lambda run: (
-            f"{_slow(run)}check the labels of some rows by eye, and that training and validation rows are made alike; "
-            "train for fewer steps"
-        ),
+        "check the labels of some rows by eye, and that training and validation rows are made alike; train for fewer "
+        "steps",
     ),
 }
 
@@ -367,6 +364,20 @@ class Record:
         except Exception as error:  # code of the user may raise any error
             return error
 
+    @cached_property
+    def guess(self) -> float:
+        """Validation loss of a guess that does not depend on the inputs: of the class frequencies, or of a uniform
+        guess if its loss is less. Infinity if the run has no classes, or the task cannot be loaded.
+        """
+        if self.imported or isinstance(self.initial, Exception) or isinstance(self.start, Exception):
+            return math.inf
+        if self.start.classes < 2:
+            return math.inf
+        try:
+            return min(self.start.guess, loss_of_frequencies(self.initial[0], self.start.classes))
+        except Exception:  # a loss of the user may accept only outputs of the model
+            return self.start.guess
+
     def gradient_end(self, parameter: str) -> GradientEnd:
         """Return the place at which the gradient of a parameter becomes 0 in the first batch. If none is found, both
         texts of the result are empty.
@@ -461,6 +472,11 @@ class Record:
         return ratio * max(1.0, warmup / step)
 
     @property
+    def first_is_large(self) -> bool:
+        """True if the first step would be too large at the peak learning rate, for most layers (`first_step`)."""
+        return (self.first_step or 0.0) >= LARGE_STEP
+
+    @property
     def imported(self) -> bool:
         """True if another training loop logged the run. Such a run has no record of the identity of its data set."""
         return bool(self.run.environment) and "data" not in self.run.provenance
@@ -471,11 +487,6 @@ class Record:
 
         A run that another training loop logged (`imported`) always has a result. For it, the last training or
         validation loss must not be finite.
-    @property
-    def first_is_large(self) -> bool:
-        """True if the first step would be too large at the peak learning rate, for most layers (`first_step`)."""
-        return (self.first_step or 0.0) >= LARGE_STEP
-
         """
         return self.fault is not None and (ends_lost(self.run.rows) if self.imported else not self.run.result)
 
@@ -772,16 +783,6 @@ def _alone(record: Record) -> str:
     if not name or _route(record, name):
         return ""
     return f"first check the gain, the initial weights and the learning rate of {name} alone; then "
-
-
-def _slow(record: Record) -> str:
-    """Return "first divide lr ...; then ", to be put before other advice, if the first update was too large
-    (LARGE_STEP). Otherwise return "".
-    """
-    first = record.first_step
-    if first is None or first < LARGE_STEP:
-        return ""
-    return f"first {_lower(record)}, because the first update changed the weights by {first:.2g} of their size; then "
 
 
 def _raise(record: Record) -> str:
@@ -1278,31 +1279,38 @@ def _only_learned_poorly(record: Record, start: FirstBatch, sick: bool) -> bool:
 
 
 def _generalization(record: Record) -> Iterator[Finding]:
-    """Yield the finding about a validation loss that got worse while the training loss fell.
+    """Yield the findings about a validation loss that got worse while the training loss fell.
 
-    Either the validation loss rose after its best evaluation, or it was never below the loss of a uniform guess and
-    ended above it. In the second case a small fall of the training loss is enough if the validation loss did not fall.
+    Either the validation loss rose after its best evaluation, or it was never below the loss of a guess that does not
+    depend on the inputs (`Record.guess`), ended above it, and the training loss fell below it. In the second case a
+    small fall of the training loss is enough if the validation loss did not fall.
+
+    If the first update was too large, the learning rate is the first finding: at a usual learning rate, the same model
+    may not overfit.
     """
     rows = [row for row in record.run.rows if row.get("loss") is not None]
-    evaluations, first = record.numbers("val_loss"), record.first_loss
-    if not rows or not evaluations or first is None or rows[-1]["loss"] >= (1 - LEAST_FALL) * first:
+    evaluations, first, usual = record.numbers("val_loss"), record.first_loss, record.last_loss
+    if not rows or not evaluations or first is None or usual is None:
         return
-    before, last, reached = first, rows[-1]["loss"], evaluations[-1]
-    fell = last < (1 - LEAST_RISEN) * first
-    text, rise = f"the validation loss ended at {reached:.4g}", record.run.rise(METRICS["val_loss"])
+    last, reached, rise = rows[-1]["loss"], evaluations[-1], record.run.rise(METRICS["val_loss"])
+    before, text = first, f"the validation loss ended at {reached:.4g}"
     if rise is not None:
         before = next((row["loss"] for row in reversed(rows) if row["step"] <= rise.step), first)
         text = f"the validation loss rose from {rise.best:.4g} (step {rise.step}) to {reached:.4g} at the end"
-    start = record.start if reached > math.log(2) and not record.imported else None
-    guess = start.guess if isinstance(start, FirstBatch) else math.inf
+    guess = record.guess if usual < reached else math.inf  # spares reading all labels
     flat = len(evaluations) > 1 and reached >= evaluations[0]
-    if guess < reached and (1 - CHANCE) * guess <= min(evaluations) and (fell or flat):
-        text += f", above the {guess:.4g} of a uniform guess among the classes, while the training loss fell from"
-        yield Finding("worse than guessing", None, "", f"{text} {first:.4g} to {last:.4g}")
-    elif fell and rise is not None and last < before:
-        text += f", above the {guess:.4g} of a uniform guess among the classes" if guess < reached else ""
-        text += f", while the training loss fell from {before:.4g} to {last:.4g}"
-        yield Finding("overfitting", rise.step, "", text)
+    learned = usual < (1 - (LEAST_FALL if flat else LEAST_RISEN)) * min(first, guess)
+    kind: FindingKind = "overfitting"
+    if learned and guess < reached and (1 - CHANCE) * guess <= min(evaluations):
+        kind, before = "worse than guessing", first
+    elif rise is None or last >= min(before, (1 - LEAST_RISEN) * first):
+        return
+    text += f", above the {guess:.4g} of a constant guess of the class frequencies" if guess < reached else ""
+    text += f", while the training loss fell from {before:.4g} to {last:.4g}"
+    if record.first_is_large:
+        large = f"; an update had {record.first_step:.2g} times the norm of the weights, and {_HEALTHY} are healthy"
+        yield Finding("learning rate", None, record.fastest, text + large)
+    yield Finding(kind, rise.step if rise and kind == "overfitting" else None, "", text)
 
 
 def _failed_roots(record: Record) -> Iterator[Finding]:

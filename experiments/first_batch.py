@@ -159,6 +159,26 @@ def _of_uniform(task: Task, outputs: Tensor, targets: Tensor) -> float:
     return whole if 0 < whole < math.inf and (math.isclose(whole, part, rel_tol=1e-4) or half == 0) else 0.0
 
 
+def loss_of_frequencies(experiment: Experiment, classes: int) -> float:
+    """Return the validation loss that the task reports if all outputs are the logarithms of the class frequencies among
+    the training labels. Return infinity if this loss is not known.
+
+    One label of each class is added to the training labels, so that no frequency is 0.
+    """
+    task, total, count = experiment.task, 0.0, 0
+    with isolated_run(experiment), torch.no_grad():
+        data = task.load()
+        labels = training_labels(data).long()
+        known = labels[(labels >= 0) & (labels < classes)]
+        rows = torch.cat([known, torch.arange(classes)]).bincount()
+        outputs = (rows / rows.sum()).log()
+        for _, targets in data.evaluation():
+            total += task.loss(outputs.expand(*targets.shape, classes), targets).item() * targets.numel()
+            count += targets.numel()
+    found = task.reported(total / count)
+    return found if math.isfinite(found) else math.inf
+
+
 def relative_size(parameter: Tensor) -> float:
     """Return the norm of a parameter divided by a usual norm. The usual norm is that of `Record.shares`."""
     norm = float(parameter.detach().double().norm())  # squares of large weights overflow float32
