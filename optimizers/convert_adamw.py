@@ -1,4 +1,4 @@
-"""Conversion of a state dict of torch's Adam and AdamW, to continue a run of theirs."""
+"""Conversion of a state dict of torch's Adam or AdamW, so that an optimizer of this library can continue the run."""
 
 from __future__ import annotations
 

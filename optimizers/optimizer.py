@@ -193,7 +193,10 @@ class Optimizer(ComposedOptimizer):
             self._warn_of_fused("param group")
 
     def _warn_of_fused(self, who: str) -> None:
-        """Warn of parameters that no fused kernel updates, if `fused=True` was given since the last call."""
+        """Warn of parameters that no fused kernel updates, if `fused=True` was given since the last call.
+
+        who: beginning of the warning, the name of the function that was called.
+        """
         if self._asks_fused and (text := unfused_warning(self.param_sets)):
             warn_user(f"{who}: {text}")
         self._asks_fused = False
@@ -471,7 +474,10 @@ class Optimizer(ComposedOptimizer):
             self.param_sets.store_spikes(self.param_groups)
 
     def _require_no_half_step(self, what: str) -> None:
-        """Raise RuntimeError if backward has updated some parameters of a step that `step` has not ended yet."""
+        """Raise RuntimeError if backward has updated some parameters of a step that `step` has not ended yet.
+
+        what: name of the method that needs a complete step, for the error.
+        """
         if self.released is not None and self.released.stepped:
             raise RuntimeError(
                 f"{what}: backward has updated {name_some(self.released.stepped, 1)}, and the other parameters have "

@@ -203,6 +203,7 @@ def _for_some(key: str, value: Any, recipe: str) -> str:
     """Return the end of an error about a key of a param group: how a route gives this option to some parameters.
     Return "" if a route cannot replace the key.
 
+    key, value: the key, and its value in the param group.
     recipe: JSON text of the optimizer's recipe.
     """
     meant = {} if key in Recipe.model_fields else translated({key: value}, load_recipe(recipe))[key]
@@ -412,10 +413,10 @@ def flat_piece(parameter: Tensor) -> str:
 
 
 def require_facts(recipe: Recipe, infos: Iterable[ParamInfo]) -> None:
-    """Raise ValueError if routes select by name, role or module and a parameter of two or more axes has no name.
+    """Raise ValueError for a parameter of two or more axes without a name, if a route needs to know the name.
 
-    Without a name it is unknown whether a matrix is an embedding, an output head or neither. Vectors and scalars need
-    no name.
+    Routes that select by name, role, module or pair need it: without a name it is unknown whether a matrix is an
+    embedding, an output head or neither. Vectors and scalars need no name.
     """
     matches = {route.name: route.match for route in recipe.routes}
     telling = [name for name, m in matches.items() if m.role or m.name or m.module or m.pair is not None]

@@ -212,7 +212,10 @@ def _refuse(
 
 
 def _fresh_warning(batches: Sequence[tuple[Sequence[ParamSet], Mapping[Tensor, Any]]]) -> str:
-    """Return the warning about parameters without saved state, such as frozen ones, or "" if there are none."""
+    """Return the warning about parameters without saved state, such as frozen ones, or "" if there are none.
+
+    batches: pairs (parameter sets, saved state by parameter).
+    """
     fresh = [
         name
         for param_sets, values in batches

@@ -49,7 +49,10 @@ class ShardedStateDict(dict[str, Any]):
 
 
 def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
-    """Return the state of each parameter as DTensors with the shapes that checkpoints have. All ranks must call it."""
+    """Return the state of each parameter as DTensors, whose global shapes are those of the full state.
+
+    All ranks must call the function.
+    """
     rank_group = _rank_group(param_set)
     entries, views = manifest(param_set), param_set.views()
     found: list[dict[str, Tensor]] = [{} for _ in entries]
@@ -73,12 +76,13 @@ memory as the state, which offloading saves, and more than 64 MiB would hardly b
 
 
 def _owned(entries: Sequence[Mapping[str, StateEntry]]) -> Iterator[list[tuple[int, str, StateEntry]]]:
-    """Yield lists of the state tensors that only one rank stores, their owner.
+    """Divide the state tensors that have an owner into lists, and yield the lists.
 
-    An item of a list is (position of the parameter, key, entry). A list has tensors of at most `PIECE` bytes, or one
-    larger tensor. Ranks exchange the tensors of a list together.
+    The owner is the only rank that stores the tensor. An item of a list is (position of the parameter, key of the
+    tensor, `StateEntry` of the tensor). A list has tensors of at most `PIECE` bytes, or one larger tensor. Ranks
+    exchange the tensors of a list together.
 
-    entries: for each parameter, the description of each of its state tensors by key.
+    entries: for each parameter, the `StateEntry` of each state tensor by key, as `manifest` returns them.
     """
     sizes = (
         ((position, key, entry), math.prod(entry.shape) * entry.dtype.itemsize)
@@ -317,7 +321,9 @@ def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tenso
 def _shard(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> Tensor:
     """Return this rank's shard of a state tensor, or the full plain tensor if ranks do not shard the tensor.
 
-    like: this rank's present tensor of the same state.
+    value: the state tensor of a checkpoint.
+    position: index of the parameter in its set.
+    like: the tensor in which this rank stores the same state now.
     """
     if not is_divided(like, param_set, position):
         return local(value)

@@ -205,7 +205,13 @@ def _average(param_set: ParamSet, tensors: Sequence[Tensor], who: str) -> None:
 
 
 def _signs(like: Tensor, name: str, step: int, sample: int) -> Tensor:
-    """Return random signs with the shape of a tensor. Equal names, steps and samples give equal signs."""
+    """Return random signs with the shape of a tensor. Equal names, steps and samples give equal signs.
+
+    like: the tensor whose shape, dtype and device the result has.
+    name: name of the parameter.
+    step: number of steps before this one.
+    sample: index of the probe among the probes of this step.
+    """
     seed = zlib.crc32(name.encode())
     seeds, steps = (torch.full((1,), one, dtype=torch.int64, device=like.device) for one in (seed, step))
     drawn = uniform(seeds, steps, tuple(like.shape), torch.float32, PROBES + sample)[0]

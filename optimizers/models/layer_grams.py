@@ -193,7 +193,10 @@ def _see_inputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any
     Return a pair: a function that computes the Gram matrix of this call, and the tensor in the output whose gradient is
     passed to that function. The tensor is None if no gradient reaches the output.
 
-    Until the backward, a copy of the inputs is stored, or their Gram matrix if that is smaller.
+    Until the backward, a copy of the inputs is stored, or the Gram matrix of the inputs if it is smaller.
+
+    path: path of the layer, for errors.
+    args: positional arguments of the call. The first one has the inputs.
     """
     rows = _input_rows(path, module, args)
     few = len(rows) < rows.shape[1]
@@ -262,6 +265,9 @@ def _see_outputs(path: str, module: nn.Module, args: tuple[Any, ...], output: An
 
     Return a pair: a function that computes the Gram matrix of these gradients, and the output, whose gradient is passed
     to that function. None stands in place of the output if no gradient reaches it.
+
+    path: path of the layer, for errors.
+    args: positional arguments of the call.
     """
     weight = module._parameters["weight"]
     assert weight is not None

@@ -422,9 +422,10 @@ def _whitens(stage: Stage, block: tuple[int, ...]) -> bool:
 
 
 def _ignores_scale(stages: Stages, block: tuple[int, ...]) -> Stage | None:
-    """Return the first stage that is no clip, if its result does not depend on the norm of its input.
+    """Return the stage that undoes a change of the norm of the directions that a chain receives; None without one.
 
-    Return None if its result does depend on this norm, or if this stage, or a clip before it, has state.
+    Clips at the beginning of the chain are passed over. The stage after them is returned if its result does not depend
+    on the norm of its input. The result is None if this stage, or a clip before it, has state.
     """
     for stage in stages:
         own = stage.cached_traits(block)

@@ -326,9 +326,10 @@ def _of_all_ranks(ranks: RankGroup, sets: Sequence[set[int]], parts: int) -> lis
 
 
 def _reasons(optimizer: Optimizer, averaged: bool) -> Iterator[tuple[str, str]]:
-    """Yield (path, reason) for each part of an optimizer or model that excludes updates during backward.
+    """Yield (name, reason) for each field, stage or parameter that makes updates during backward impossible.
 
-    Most of these parts need the gradients of all parameters before the first update.
+    The name is the path of a field, stage or slot in the recipe, the name of a parameter, or the name of a wrapper of
+    the model. Most reasons are that the gradients of all parameters are needed before the first update.
 
     averaged: True if the model averages gradients over ranks after they are complete.
     """

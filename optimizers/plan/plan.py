@@ -57,7 +57,8 @@ class Plan:
     work: `[R]`, operations per step, or milliseconds if the recipe has measured times.
     traffic: messages of a step by purpose, as `step_traffic` returns them.
     interval: number of steps after which the pattern of refreshes repeats.
-    balance: how evenly the work of each step of an interval is divided over ranks.
+    balance: how evenly the work of each step of an interval is divided over ranks. `balance.efficiency` is 1 if no
+        choice of owners can be faster.
     advice: recommendation to let more refreshes be due in the same step, so that ranks wait less for each other; None
         if they would wait hardly less.
     """

@@ -106,8 +106,8 @@ def wire(
     """
     ranks, replicas = len(layouts[0].boxes), np.array(layouts[0].replicas)
     there, back = Traffic(ranks), Traffic(ranks)
-    # The values are `[R]`, the number of entries of a block that each rank holds. The number depends on the block only
-    # by its pieces and by the shapes of its parameter, which are the key. It is computed once for each key.
+    # The values are `[R]`, the number of entries of a block that each rank holds. The keys are all facts on which the
+    # number depends: the shapes of the parameter, and the ranges of indices (`pieces`) that form the block.
     holdings = dict[tuple[object, ...], Counts]()
     for groups in rounds:
         own = [block_groups[index] for index in groups]
@@ -176,12 +176,12 @@ def step_traffic(
 
 
 def add_gathered_parts(found: Traffic, specs: Sequence[ParamSpec], limit: int) -> None:
-    """Add the messages of shards that several ranks hold and update entry by entry.
+    """Add the messages about shards that several ranks hold, and whose entries are updated one by one.
 
-    Each of these ranks updates a part of the shard, and sends the part to the others.
+    Each rank that holds such a shard updates a part of it, and sends this part to the other ranks that hold the shard.
 
     found: the traffic to which the messages are added.
-    limit: largest number of bytes that ranks with the same shard send in one message, in sum.
+    limit: bytes of a shard that its ranks send at most in one round of messages, summed over these ranks.
     """
     dtypes = {position: spec.dtype for position, spec in enumerate(specs)}
     own = {position: spec.placed.layout for position, spec in enumerate(specs) if spec.placed.parts is not None}

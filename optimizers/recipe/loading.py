@@ -83,6 +83,7 @@ def _validated(source: Any) -> Recipe:
 def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the fields of a recipe with its base resolved. The fields are not validated.
 
+    source: the recipe in any form that `load_recipe` accepts.
     folder: folder to which the path of a file is relative; None means the working directory.
     derived: names of the recipes whose `base` leads to this one, in order, to detect cycles.
     """
@@ -119,8 +120,12 @@ def _described(source: object) -> str:
 
 
 def _inherited(source: Mapping[str, Any], folder: Path | None, derived: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of a mapping, and the fields of its `base`, changed by its `set`, that it does not have itself.
+    """Return the fields of a recipe that is given as a mapping, completed by the recipe in its field `base`.
 
+    The values in the field `set` replace values of the base. The mapping's own fields replace entire fields of the
+    base. Without a `base` the result has only the mapping's own fields.
+
+    source: the mapping.
     folder, derived: as in `raw_recipe`.
     """
     if source.get("schema", SCHEMA_VERSION) != SCHEMA_VERSION:

@@ -133,7 +133,12 @@ def _split(data: Mapping[str, Any], path: str) -> list[str]:
 
 
 def _parent(node: Any, parts: list[str], path: str) -> Any:
-    """Return the mapping or list that contains the last part of a path. Raises RecipeError if there is none."""
+    """Return the mapping or chain that contains the last name of a path. Raise RecipeError if there is none.
+
+    node: the whole declaration. A kind without fields on the path is replaced by a mapping in place.
+    parts: the names in the path, in order.
+    path: the path, for the error.
+    """
     for depth, part in enumerate(parts[:-1]):
         inner = _child(node, part)
         if inner is None:
@@ -146,7 +151,10 @@ def _parent(node: Any, parts: list[str], path: str) -> Any:
 
 
 def _remove(node: Any, parts: list[str], path: str) -> None:
-    """Remove a stage from its chain, or a field from its mapping. The removed field gets its default."""
+    """Remove a stage from its chain, or a field from its mapping. The removed field gets its default.
+
+    node, parts, path: as in `_parent`. The path leads to the stage or field.
+    """
     node, last = _parent(node, parts, path), parts[-1]
     position = _position(node, last) if isinstance(node, list) else None
     if position is not None:
@@ -240,6 +248,8 @@ def flatten(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, value) of every leaf of a declaration, except leaves that are None or an empty list.
 
     In paths, stages appear by name. For a chain, (path of the chain, list of its stage names) is yielded too.
+
+    path: path of `data`, with which all yielded paths begin; "" for a whole declaration.
     """
     if isinstance(data, Mapping):
         for key, value in data.items():
@@ -271,9 +281,9 @@ def differences(old: Any, new: Any) -> list[str]:
 def first_differences(lines: Sequence[str]) -> list[str]:
     """Return the lines of `differences` that an error shows.
 
-    If there are too many lines, only lines of fields that both declarations have are shown, and the others are counted.
-    The others say little: if only one declaration has a stage, each field of the stage has a line of its own, while one
-    of the shown lines has the names of all stages in both chains.
+    If there are too many lines, only lines about fields that both declarations have are shown. Lines about fields that
+    one declaration lacks are counted. They say little: if a chain lacks a stage, there is a line for each field of the
+    stage, but the line that has the names of all stages in both chains is among the shown ones.
     """
     both = [line for line in lines if not re.search("(: absent -> | -> absent$)", line)]
     shown = first_lines(lines)

@@ -111,7 +111,7 @@ def with_partners(
 
     All ranks of the optimizer must call it.
 
-    asked: requested signals by path of the update rule, as in `Signals.asked`.
+    asked: {path of an update rule: {name of a signal that the rule requests: path of the stage that requests it}}.
     rows: all parameters of the optimizer with their descriptions.
     steps: pairs of a parameter set and the inputs of its step, None for a set that makes no step.
     """

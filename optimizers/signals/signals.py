@@ -250,6 +250,7 @@ def gather_signals(
 
     An optional signal that is missing for some parameters is not used in this step, and a warning says so.
 
+    calls: the signals that the parameter set requests in this step, with this rank's values.
     positions: number P of parameters in the set.
     ranks: ranks that share the parameters; None for one process.
     what: name of the collective, for messages.

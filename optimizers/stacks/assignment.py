@@ -123,7 +123,7 @@ def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, lo
     have one owner. Frozen parameters are assigned last, so that the work on all other parameters is balanced without
     frozen ones.
 
-    Return the balance of the work in `loads` before the work on frozen parameters is added.
+    Return how evenly the work in `loads` is divided over ranks before the work on frozen parameters is added.
 
     specs: the parameters. The owners are written into their placements (`ParamPlacement.owners`).
     phases: for each parameter, the fractions of a refresh interval at which its blocks are refreshed.
@@ -136,7 +136,9 @@ def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, lo
 
 
 def _assign(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: Loads) -> Balance:
-    """Assign an owner to each block of parameters, and add the cost of the blocks to `loads`. Return the balance.
+    """Assign an owner to each block of parameters, and add the cost of the blocks to `loads`.
+
+    Return how evenly the work in `loads` is then divided over ranks.
 
     The arguments are those of `assign_owners`, which calls this function twice: first for the parameters that are not
     frozen, then for the frozen ones.
@@ -194,13 +196,14 @@ def _blocks(
 
 
 def _items(cost: Cost, work: float, phases: NDArray[np.float64], interval: int) -> Iterator[Item]:
-    """Yield the cost of each of n blocks of one shape and update, in the form that `balance.assign` requires.
+    """Yield the cost of each of n blocks of one shape and update as an `Item`, for `distributed.balance.assign`.
 
     The cost of a refresh counts at the steps at which it is due. If a refresh is due at every step, or its steps are
     not known in advance, its mean cost counts at every step.
 
     cost: floating-point operations and bytes of one block.
-    work: mean work of one block in a step, in the unit of the balance (measured milliseconds or counted operations).
+    work: mean work of one block in a step: milliseconds if the recipe has measured times, else floating-point
+        operations.
     phases: `[n]`, fraction of a refresh interval at which each block is refreshed.
     interval: number of steps after which the refreshes repeat.
     """
@@ -236,7 +239,7 @@ def _held(layout: Layout, block: BlockGrid) -> Held:
 
 
 def _joined(found: Sequence[_Owned]) -> _Owned:
-    """Join several sets of blocks into one set with the sum of their costs, so that all the blocks have one owner."""
+    """Join several sets of blocks into one set, so that all blocks have one owner. The costs of the sets are added."""
     due, held = dict[int, float](), dict[int, int]()
     for blocks in found:
         for step, work in blocks.item.due:
@@ -253,8 +256,9 @@ class Advice(NamedTuple):
     A wave consists of the blocks whose refreshes are due in the same step.
 
     fields: paths of the fields `min_wave_work` in the recipe, which set the least refresh work of a wave.
-    min_wave_work: recommended value of these fields, in units of the most expensive refresh.
-    balance: balance of the work over ranks with this value.
+    min_wave_work: recommended value of all fields in `fields`, in units of the most expensive refresh.
+    balance: how evenly the work is divided over ranks if the fields have this value. `balance.efficiency` is 1 if no
+        choice of owners can be faster.
     """
 
     fields: Sequence[str]
@@ -267,10 +271,10 @@ PER_RANK = 4
 counts in units of the most expensive one.
 
 With 4, the work of two ranks differs by at most a quarter. Shipped recipes on models of 16 to 6,656 blocks then have an
-efficiency (mean work / largest work of a rank) of 0.92 or more.
+efficiency (`Balance.efficiency`, at most 1) of 0.92 or more.
 """
 WORTHWHILE = 0.05
-"""Smallest gain in efficiency (mean work / largest work of a rank) for which larger waves are recommended."""
+"""Smallest gain in efficiency (`Balance.efficiency`, at most 1) for which larger waves are recommended."""
 
 
 def advise(
@@ -280,13 +284,16 @@ def advise(
 
     A wave consists of the blocks whose refreshes are due in the same step. The recommended wave has PER_RANK refreshes
     for each rank, in units of the most expensive refresh, or all refreshes of an interval if there are fewer. The
-    recommendation is of no use if it is a single refresh, if the recipe has no field that sets the size of waves, or if
-    the efficiency (mean work / largest work of a rank) would grow by less than WORTHWHILE.
+    recommendation is of no use in three cases:
+
+    - The recommended wave is a single refresh.
+    - The recipe has no field that sets the size of waves.
+    - The efficiency (`Balance.efficiency`, at most 1) would grow by less than WORTHWHILE.
 
     specs: parameters that the same ranks share. Their present owners do not change.
     keys: keys of all parameters of the optimizer.
     ranks: number of ranks that share the parameters.
-    now: balance with the present waves of the recipe.
+    now: how evenly the work is divided over ranks with the present waves of the recipe.
     """
     known, fields = list(keys), wave_fields(recipe, dict.fromkeys(spec.path for spec in specs))
     min_wave_work = min(PER_RANK * ranks, int(refresh_units(recipe, known)))
@@ -329,7 +336,7 @@ def warn_of_waiting(
     specs: parameters that the same ranks share.
     keys: keys of all parameters of the optimizer.
     ranks: number of ranks that share the parameters.
-    now: balance with the present waves of the recipe.
+    now: how evenly the work is divided over ranks with the present waves of the recipe.
     """
     waiting = now.critical_path - now.least
     if now.efficiency >= LEAST_EFFICIENCY or (waiting < LEAST_WAITING and not recipe.distribution.work):
@@ -417,11 +424,12 @@ class Assignments:
         Frozen parameters get owners too, after all other parameters, so that no owner changes when a parameter is
         thawed. Owners in earlier groups do not change, because these owners already store state.
 
-        Return the balance of each set of ranks.
+        Return, for each set of ranks that share added parameters, how evenly its ranks divide the work.
 
         groups: all groups.
         added: groups whose blocks have no owners yet.
-        loads: work and bytes of state of each rank, from earlier groups. Those of the added groups are added.
+        loads: for each set of ranks, the work and the bytes of state of each rank from earlier groups. The work and the
+            bytes of the added groups are added in place.
         """
         self.set_phases(groups)
         balances = dict[RankGroup, Balance]()
@@ -441,7 +449,7 @@ class Assignments:
         """Warn, on one rank, if ranks will spend much of their time waiting for each other's refreshes.
 
         groups: all groups.
-        balances: for each set of ranks, the balance of the work of all groups, as `assign` returns it.
+        balances: for each set of ranks, how evenly its ranks divide the work of all groups, as `assign` returns it.
         """
         for rank_group, own in _shared(groups).items():
             if rank_group.all_ranks.rank == 0:

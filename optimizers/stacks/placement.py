@@ -250,6 +250,7 @@ def place(recipe: Recipe, path: str, layout: Layout, matrices: Matrices = ONE_TE
     """Return the placement of a parameter with a given layout. Its blocks have no owners yet.
 
     path: path of the parameter's update in the recipe.
+    matrices: division of the parameter's entries into matrices.
 
     Raises ValueError if a constraint of the update needs whole parameters but the layout shards the parameter, or if
     the constraint needs whole rows but the layout shards rows.
@@ -278,6 +279,9 @@ def _updates_in_place(recipe: Recipe, path: str, shape: tuple[int, ...], matrice
 
     This requires that the update mixes no entries, and that each slot has one entry for each entry of the parameter.
     The state is then sharded as evenly as the parameter.
+
+    path: path of the parameter's update in the recipe.
+    matrices: division of the parameter's entries into matrices.
     """
     rule = recipe.rules()[path]
     if rule.constraints:  # norms of constrained parameters need sums over all ranks

@@ -350,7 +350,10 @@ class StackState:
         return State(self.tensors, self.stack.block, self.chain_path(chain), rows, mask, storage)
 
     def chain_path(self, chain: Literal["update", "after_decay"]) -> str:
-        """Return the path of a chain of the update in the recipe."""
+        """Return the dotted path that a chain of this stack's update has in the recipe, such as "routes.adam.update".
+
+        chain: "update" for the first chain, "after_decay" for the stages that receive directions with weight decay.
+        """
         return dotted(self.path, chain)
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
@@ -425,6 +428,7 @@ class BlockKind(NamedTuple):
 class EqualBlocks:
     """N blocks of one kind. Blocks that are due for a refresh together are neighbors.
 
+    kind: properties that all of these blocks share, such as their shape.
     grids: pairs (position of a parameter, `BlockGrid` of its blocks of this kind), in the order of the blocks.
     phases: `[N]` in [0, 1), fraction of a refresh interval at which each block is due.
     """
@@ -439,7 +443,10 @@ class EqualBlocks:
         return {position for position, _ in self.grids}
 
     def single(self) -> list[tuple[int, BlockGrid]]:
-        """Return a pair (position of its parameter, grid of this one block) for each of the N blocks, in order."""
+        """Return, for each of the N blocks in order, the pair (position of the block's parameter, `BlockGrid`).
+
+        The `BlockGrid` contains this block alone.
+        """
         return [(position, grid.block(index)) for position, grid in self.grids for index in range(len(grid.keys))]
 
     def split(self, most: int, recipe: Recipe) -> Iterator[EqualBlocks]:
@@ -463,7 +470,7 @@ def cut_blocks(
     """Cut parameters into blocks. Yield (kind of the blocks, position of the parameter, grid of equal blocks).
 
     A parameter has several grids if its blocks differ in shape. Parameters whose blocks have no owners
-    (`ParamSpec.in_place`) are left out: of these, `blocks_in_place` yields the blocks.
+    (`ParamSpec.in_place`) are left out; the function `blocks_in_place` yields the blocks of these parameters.
 
     specs: the specification of each parameter. A position is an index in this list.
     positions: positions of the parameters to cut.
@@ -592,10 +599,14 @@ def _place(
 ) -> BlockGroup:
     """Return the block group of equal blocks, with the owner of each block and its row in the owner's stack.
 
+    The dtypes of messages follow from `dtypes`, with one exception: with `distribution.dtype: bf16` every message is in
+    bfloat16. Gradients, and updated parameters if owners send them, have the only dtype in `dtypes`, or the dtype of
+    the computation if there are several. Updates always have the dtype of the computation, and so have gradients if the
+    recipe adds weight decay to gradients.
+
+    ranks: number of ranks that share the parameters.
     dtypes: dtypes of the parameters to which these blocks belong, and of parameters whose blocks are computed together
-        with them. If there is only one, gradients are sent in this dtype, and so are parameters if owners send updated
-        parameters. If there are several, or if the recipe adds weight decay to gradients, gradients are sent in the
-        dtype of the computation. With `distribution.dtype: bf16` every message is in bfloat16.
+        with them.
     """
     path, shape, dtype, device, _ = blocks.kind
     rows = [0] * ranks

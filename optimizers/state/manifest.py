@@ -71,5 +71,6 @@ def is_divided(tensor: Tensor, param_set: ParamSet, position: int) -> bool:
 
     tensor: state that belongs to no block: either a 0-d tensor, such as the step count, which every rank stores, or a
         tensor whose last axes are those of the parameter, such as an averaged iterate.
+    position: index of the parameter in its set.
     """
     return tensor.ndim > 0 and not param_set.specs[position].placed.updated.replicated

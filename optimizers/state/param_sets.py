@@ -127,7 +127,7 @@ class ParamSets:
         Blocks of all groups, old and new, also get new phases. The phase of a block is the fraction of a refresh
         interval at which the block is refreshed.
 
-        Return the balance of the work over each set of ranks.
+        Return, for each set of ranks that share new parameters, how evenly its ranks divide the work.
         """
         before = self.batches[-1].loads if self.batches else {}
         batch = GroupBatch(self.groups[index:], {rank_group: deepcopy(loads) for rank_group, loads in before.items()})

@@ -119,8 +119,8 @@ class GraphNumbers(StepNumbers):
     and a program is a traced function that computes their update.
 
     counts: by index of a stack, the step count of its blocks, 0-d; float32 for a fused kernel, else float64.
-    of_programs: by (index of a stack, program of the stack), the inputs of the program whose names are in
-        `Program.numbered`: tensors by name.
+    of_programs: {(index of a stack, program of this stack): {name of an input: tensor}}, for the inputs of the program
+        that change from step to step (`Program.numbered`).
     """
 
     captured = True
@@ -292,7 +292,10 @@ class CapturedStacks:
         self._capturer = CAPTURERS[self.device.type](self.device) if self.reason is None else None
 
     def unfit(self, step: Step, counts: NDArray[np.int64]) -> str | None:
-        """Return why this step can neither be captured nor replayed; None if it can be."""
+        """Return why this step can neither be captured nor replayed; None if it can be.
+
+        counts: `[P]`, number of gradients of each parameter, including the present one.
+        """
         if not step.active[self._positions].all():
             return "a parameter has no gradient"
         for own in self.stacks:
@@ -410,7 +413,10 @@ class CapturedStacks:
     def _body(self, step: Step, moved: NDArray[np.bool_]) -> Body:
         """Return the function that a graph captures: a step that reads its rates and step counts from tensors.
 
-        It also reads from a tensor which gradients are usable. `_fill` overwrites these tensors before each replay.
+        The function also reads from a tensor which gradients are usable. The method `_fill` overwrites all of these
+        tensors before each replay.
+
+        moved: `[P]`, True for parameters that the step changes.
         """
         scales, mask = self._scales(step.rates), None if step.mask is None else self._mask
         dtypes = {own.stack.dtype for own in self.stacks} | ({torch.float32} if self.fused else set())
@@ -446,7 +452,11 @@ class CapturedStacks:
     def _capture(self, body: Body, held: Sequence[Tensor], gradients: Collection[int]) -> str | None:
         """Run this step, capture it as a graph and check the graph.
 
-        Returns why no graph is kept; None if one is kept.
+        Return why no graph is kept; None if one is kept.
+
+        body: function that runs the step, as `_body` returns it.
+        held: P tensors, the entries of each parameter that this rank holds.
+        gradients: addresses of the gradients.
         """
         assert self._capturer is not None and self._record is not None
         targets = [x for own in self.stacks for x in own.tensors.values()]

@@ -151,7 +151,11 @@ class LocalExchange:
         """End all communication. All ranks call this method when they replace the parameter set."""
 
     def report_failed_roots(self, path: str, positions: Sequence[int]) -> None:
-        """Raise ArithmeticError because matrix roots of these parameters failed too often."""
+        """Raise ArithmeticError because matrix roots of some parameters failed too often.
+
+        path: path of the update of these parameters in the recipe.
+        positions: positions of the parameters.
+        """
         names = sorted({self.names[position] for position in positions})
         raise failed_roots(path or "update", self.tolerated, names)
 

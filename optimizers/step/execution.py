@@ -159,6 +159,8 @@ def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
     The device must have graphs, tensors must not be fake or on the meta device, and a step must need no other rank.
     There must be steps without a refresh. Stages may request only signals (inputs beside the gradient) whose address is
     the same in every step.
+
+    shared: True if stages sum over a parameter that also has blocks in other stacks. The result is then False.
     """
     if not recipe.graph or shared or active_fake_mode() is not None:
         return False

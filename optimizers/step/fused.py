@@ -110,6 +110,7 @@ def not_fused(
 
     The caller also checks that the parameters of the stack may be updated in place (`not_in_place`).
 
+    moments: the first and the second moment that the stages of the chain declare.
     of_numbers: True if a parameter of the stack is 0-d. Ranks cannot divide its update, so one rank computes and sends
         it.
     """
@@ -172,7 +173,8 @@ class _Copies:
     def of(cls, adam: FusedAdam, blocks: ActiveBlocks, mask: Tensor, held: Sequence[Tensor]) -> _Copies:
         """Copy the parameters and moments of active blocks.
 
-        mask: `[P]`, True for the usable gradients of all parameters.
+        mask: `[P]`, True for parameters whose gradient is usable.
+        held: the parameters of the active blocks, or the parts of them that this rank holds.
         """
         usable = whole = mask[blocks.param_index]
         if blocks.places is not None:

@@ -216,13 +216,14 @@ STALLED = 10
 class GradientCheck:
     """A check of gradients that has begun. `FiniteCheck.finish` reads it and decides which gradients are used.
 
-    given: the gradients, and the numbers that are checked with them.
+    given: the gradients, and the numbers that must be the same on all ranks, such as learning rates.
     survey: facts about the gradients, such as their squares.
     present: `[P]` on the host, True for parameters that have a gradient and whose param group is not idle. A group is
         idle if its learning rate and all of its gradients are 0.
-    usable: `[n]`, True for usable gradients of these n parameters. None: all of them are usable.
-    answers: booleans that the host must read: `usable`, and a last one if a GradScaler has checked the gradients, True
-        if the scaler allows the step. None: the host need not read anything.
+    usable: `[n]` on the device, for the n parameters that are True in `present`: True if the gradient is usable. None:
+        all n gradients are usable.
+    answers: booleans on the device that the host must read: the n booleans of `usable`, and one more if a GradScaler
+        has checked the gradients, which is True if the scaler allows the step. None: the host need not read anything.
     """
 
     given: GivenGradients

@@ -132,9 +132,9 @@ def move(
 
     If the state has a mask `[n]`, the parameter changes only where the mask is True.
 
+    state_of, factors: as in `direction`.
     entries: (parameter, gradient), each `[n, *block]`.
     scale: learning rate and weight decay of the write.
-    factors: factor of each direction, as in `direction`.
     """
     parameter, dtype = entries[0], compute_dtype(entries[0].dtype)
     gradient = entries[1].to(dtype)

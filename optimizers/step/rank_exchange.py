@@ -111,7 +111,12 @@ class RankExchange(LocalExchange):
         return RankStep(self, step, stacks, moved, write, begun)
 
     def gather_parts(self, active: NDArray[np.bool_]) -> None:
-        """Send the entries of active parameters that this rank has updated, and receive those that other ranks have."""
+        """Send the entries that this rank has updated, and receive the entries that other ranks have updated.
+
+        These are the entries of parameters without owners of which each rank has updated only a part.
+
+        active: `[P]`, True for parameters that the step updates (`Step.active`). Entries of all others are not sent.
+        """
         self._param_gather.run({i: local(self._parameters[i]).detach() for i in self._gathered if active[i]})
 
     def close(self) -> None:

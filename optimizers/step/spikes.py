@@ -146,6 +146,7 @@ class SpikeCheck:
 
         All ranks call this method. A step that updates no parameter is not checked.
 
+        ready: pairs of a parameter set and the inputs of its step, None for a set that makes no step.
         loss: the loss of this step. None: this rank has no loss.
 
         Raises ValueError if the rule compares losses and a rank has no loss. On an accelerator only that rank raises
@@ -172,7 +173,11 @@ class SpikeCheck:
         return [(own, step and self._changed(own, step, spike, float(factor))) for own, step in ready]
 
     def _loss(self, ready: ReadySteps, loss: Tensor | float | None, device: torch.device) -> Tensor:
-        """Return the mean of the loss over the ranks that share parameters, 0-d float64."""
+        """Return the mean of the loss over the ranks that share parameters, 0-d float64.
+
+        ready, loss: as in `apply`.
+        device: device of the result.
+        """
         zero, ranks = torch.zeros((), dtype=torch.float64, device=device), ranks_of([own for own, _ in ready])
         value = zero if loss is None else number_like(loss, zero).detach().reshape(())
         both = torch.stack([value, zero if loss is not None else zero + 1])

@@ -461,7 +461,9 @@ class ParamSet:
     def _write(self, updates: EntryUpdates, step: Step, moved: NDArray[np.bool_]) -> None:
         """Apply updates to the parameters that the step changes.
 
-        One call applies the updates of all parameters with the same update rule, learning rate and weight decay.
+        Parameters with the same update rule, learning rate and weight decay are processed together.
+
+        moved: `[P]`, True for parameters that the step changes. Updates of other parameters are dropped.
         """
         if moved is not step.active:
             updates = updates.chosen(moved[updates.positions])

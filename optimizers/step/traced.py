@@ -58,7 +58,7 @@ class ScheduledNumbers:
     """The fields of an update's stages that have a schedule in place of a number. Traced programs read them as inputs.
 
     of_numbers: the schedules, in the order of the stages and of their fields.
-    total_steps: number of steps of the run.
+    total_steps: number of steps of the run. None: it is unknown, or the update has no schedules.
     """
 
     of_numbers: tuple[Schedule, ...]
@@ -162,28 +162,37 @@ TensorKind = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class ProgramSource:
-    """The declaration of a program: all that determines which operations are traced. The program changes state in
-    place.
+    """The declaration of a program: all that determines which operations are traced.
 
-    A program has one of two forms. If `stored` is None, the program computes directions `[N, *block]` from gradients
-    `[N, *block]`, for any chain and a fixed number N of blocks. Otherwise the program updates the entries of parameters
-    in place, for an entry-wise chain and any number of entries. It is then traced with sample tensors
-    `[blocks, *block]`, which may have another length on their second axis than the tensors of a step.
+    A program changes state in place. It has one of two forms:
+
+    - Directions (`stored` is None): it computes directions `[N, *block]` from gradients `[N, *block]`, for any chain
+      and a fixed number N of blocks.
+    - Entries (`stored` is a dtype): it updates entries of parameters in place, for an entry-wise chain and any number
+      of entries. It is traced with sample tensors `[blocks, *block]`. In a step, the tensors may have another length on
+      their second axis.
+
+    Fields of both forms:
 
     update: the update whose stages form the chain.
     path: path of the update in the recipe.
-    blocks: number N of blocks, or of rows of the sample tensors.
-    block: shape of a block, or of a row of the sample tensors.
+    blocks: number N of blocks. Form entries: number of rows of the sample tensors.
+    block: shape of a block. Form entries: shape of a row of the sample tensors.
     dtype: dtype of the computation.
+    device: device on which the program runs.
     slots: by name, shape and dtype of each tensor that stores state.
-    decay: weight decay that the write applies. If the program returns directions: weight decay that is added to them,
-        and None if no decay is added to them.
+    decay: rule of the weight decay that is added to directions; None if none is added. Form entries: rule of the weight
+        decay with which parameters are written.
     schedules: scheduled numbers of the stages.
-    masked: True if one input is a mask `[N]` of the blocks whose state and parameters are written.
-    stored: dtype of the parameters that the program writes. None: it writes no parameters, and returns directions.
-    encoded: slots that a quantizer stores.
+    masked: True if one input is a mask `[blocks]`, True for each block or row whose state and parameters are written.
+    stored: dtype of the parameters that a program of the form entries writes. None: the form is directions.
+
+    Fields of the form directions, which have their defaults in the form entries:
+
+    encoded: slots that a quantizer stores, by name.
     widths: True if the directions are multiplied by factors `[N]`, one for each block.
-    sizes: slots in which stages store a step size of each block. Decay that is added to directions is multiplied by it.
+    sizes: slots in which stages store a step size of each block. Decay that is added to directions is multiplied by
+        this step size.
     signals: by name, shape and dtype of each signal that stages request.
     parameters: number of parameters to which the blocks belong, if stages take sums over the blocks of a parameter;
         None if they take no such sums.
@@ -337,16 +346,16 @@ def tracing_context(
 ) -> StepContext:
     """Return the context that stages receive while their operations are traced. No refresh of a stage is due in it.
 
-    Stages receive numbers that depend on the step only as tensors, from the method `context.per_block`. If a stage
-    reads step counts (`steps`) or fractions of refresh intervals (`phases`) from the context, AttributeError is raised.
-    Otherwise the numbers of one step would become constants of the traced program.
+    A number that depends on the step must not become a constant of the traced program. Stages therefore receive such a
+    number as a tensor, from the method `context.per_block`. If a stage reads `steps`, `phases`, `param_ids` or `seeds`
+    of the context, which are numbers of one step or stack on the host, ContractError is raised.
 
-    ask: function that `context.per_block` calls with a stage's function of the step. It returns the tensor that stands
-        for the result.
-    questions: list that records conditions on the step. `context.holds`, by which a stage checks such a condition,
-        appends the condition to this list.
+    ask: function that `context.per_block` calls. The argument is a stage's function of the step, and the result is a
+        tensor that stands for the value of that function in the traced program.
+    questions: list to which `context.holds` appends each condition on the step that a stage checks.
     signals: signals (inputs of stages beside gradient and direction) by name.
-    steps: step of each block, int64 `[N]`; None: the context has no steps.
+    steps: int64 `[N]` on the device, the step of each block, which stages read as `context.step`. None: stages cannot
+        read it.
     """
     context = StepContext(
         np.ones(1, dtype=np.int64), np.zeros(1), np.zeros(1, dtype=np.int64), signals=signals, numbers=ask

@@ -357,6 +357,7 @@ def _products(start: Start, ends: Sequence[Tensor]) -> tuple[float, float]:
 def _whole(own: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
     """Return the sum over all shards of numbers that each rank has computed from its shard.
 
+    own: numbers that this rank has computed from its shard.
     mesh: mesh of the sharded tensors.
     placements: placements of the sharded tensors.
     """
@@ -367,7 +368,7 @@ def _whole(own: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
 
 
 def _number(loss: Any, like_these: Sequence[Tensor]) -> Tensor:
-    """Return a loss as a 0-d float64 tensor on the device of the first tensor, or on the CPU if there is none."""
+    """Return a loss as a 0-d float64 tensor, on the device of the first of `like_these`; on the CPU if it is empty."""
     if not isinstance(loss, (Tensor, float)):
         raise TypeError(f"line_search: the closure must return the loss, a tensor or float, got {type(loss).__name__}")
     device = like_these[0].device if like_these else torch.device("cpu")

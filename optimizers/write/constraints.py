@@ -148,28 +148,32 @@ class Constraint(Schedulable, ABC, family="constraint"):
         return False
 
     def begin(self, slots: Slots, parameters: Tensors, context: ConstraintContext) -> None:
-        """Set slots whose initial values depend on the parameters. Called before the first update of each parameter."""
+        """Set slots whose initial values depend on the parameters. Called before the first update of each parameter.
+
+        slots: by name, n tensors, which are changed in place.
+        parameters: n parameters before their first update.
+        """
 
     def adjust(self, slots: Slots, parameters: Tensors, updates: Tensors, context: ConstraintContext) -> Tensors:
-        """Return the updates to write. Called in every step before the write. The given tensors may not be changed in
-        place.
+        """Return the updates to write. Called in every step before the write. Only slots may be changed in place.
 
-        slots: by name, n tensors. They may be changed in place, where `context.mask` is True.
+        slots: by name, n tensors. They may be changed where `context.mask` is True, or everywhere if it is None.
         parameters: n parameters before the write.
         updates: n updates U, as the constraints before this one returned them.
+        context: further inputs, such as the learning rate and the mask.
         """
         return updates
 
     def retract(
         self, slots: Slots, parameters: Tensors, updates: Tensors, moved: Tensors, context: ConstraintContext
     ) -> Tensors:
-        """Return the parameters after the step. Called in every step after the write. The given tensors may not be
-        changed in place.
+        """Return the parameters after the step. Called in every step after the write. Only slots may be changed in
+        place.
 
-        slots: see `adjust`.
+        slots, context: as in `adjust`.
         parameters: n parameters before the write.
-        updates: n updates, as `adjust` of all constraints returned them.
-        moved: n parameters after the write and after the constraints before this one.
+        updates: n updates as they were written, after `adjust` of all constraints.
+        moved: n parameters after the write, as `retract` of the constraints before this one returned them.
         """
         return moved
 

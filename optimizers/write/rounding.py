@@ -86,7 +86,8 @@ class Rounding(Constraint):
         """
         most = _half_ulp(before.bfloat16())
         rest = remainder.float() * (1.0 if self.rule == "compensated" else most / 128)
-        # above half a unit in the last place, r belongs to an old value of W, which other code has overwritten since
+        # A rounding leaves a remainder of at most half a unit in the last place of the rounded weight. A larger `rest`
+        # therefore belongs to an earlier value of the weight, which other code has overwritten, and is dropped.
         wanted = after.float() + torch.where(rest.abs() <= most, rest, 0.0)
         held = wanted.bfloat16()
         rest = wanted - held.float()
