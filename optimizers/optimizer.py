@@ -495,7 +495,7 @@ class Optimizer(ComposedOptimizer):
 
         Raises:
             RuntimeError: backward has updated some parameters of a step (`eigengraft.release`), and `step` not yet the
-                others. This holds for all methods that save, copy or load the optimizer.
+                others. All methods that save, copy or load the optimizer raise this error.
         """
         self._require_no_half_step("state_dict")
         self._adopt_changes()
@@ -570,10 +570,14 @@ class ModelLink:
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise RuntimeError if a new parameter of the model has replaced a parameter that the optimizer updates.
 
-        A new parameter is in no param group and has a gradient. It has replaced an old one in two cases: it has the
-        name of the old one, or it has a new name and the shape of the old one, and the old one is no longer in the
-        model (as after `remove_parametrizations`). Weights that were tied after the optimizer was made are accepted,
-        because the tied parameter is in a group.
+        A new parameter is in no param group and has a gradient. The old parameter is in a group, requires a gradient
+        and has none. The new parameter has replaced the old one in two cases:
+
+        - It has the name of the old one.
+        - It has a new name and the shape of the old one, and the old one is no longer in the model (as after
+          `remove_parametrizations`).
+
+        Weights that were tied after the optimizer was made are accepted, because the tied parameter is in a group.
         """
         ours = {id(parameter) for group in groups for parameter in group["params"]}
         held = {} if (model := self.model()) is None else dict(model.named_parameters())

@@ -1,9 +1,9 @@
 """Options of other libraries as overrides of a recipe, for errors about unknown options.
 
 `meant_overrides` translates options of torch's optimizers. `translated` also knows the options of Muon, SOAP and
-Distributed Shampoo as their authors' code has them, because one of these options can set several fields: betas[1] of
-SOAP is also the decay of the factor matrices, and betas[1] of Distributed Shampoo is not the decay of its grafting. An
-option whose meaning for the recipe is not certain has no translation.
+Distributed Shampoo as their authors' code has them. There, equal names can set different fields: betas[1] of SOAP is
+also the decay of the factor matrices, and betas[1] of Distributed Shampoo is not the decay of the grafting. An option
+whose meaning for the recipe is not certain has no translation.
 
 docs/from-torch.md shows the same translations, and a test (tests/optimizers/test_other_options.py) compares both.
 """

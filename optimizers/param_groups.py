@@ -219,7 +219,7 @@ def _for_some(key: str, value: Any, recipe: str) -> str:
 def require_names(group: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError if some parameters of an optimizer would have names and others none. Torch refuses this too.
 
-    The error begins with torch's sentence. It adds how parameters with names, or without, are passed.
+    The error begins with torch's sentence, and says how parameters with names, and parameters without, are passed.
 
     group: the param group to add. If `params` is an iterator, the function replaces it by a list.
     groups: param groups that the optimizer already has.

@@ -1,4 +1,4 @@
-"""Pickles and copies of an optimizer. They contain the recipe and the state; parameter sets are built again."""
+"""Pickles and copies of an optimizer: the recipe and the state, from which parameter sets are built again."""
 
 from __future__ import annotations
 

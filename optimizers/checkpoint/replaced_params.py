@@ -20,10 +20,10 @@ from ..state.param_sets import ParamSets, inherit_counts
 def adopt_parameters(optimizer: ComposedOptimizer) -> bool:
     """Adopt parameters that were replaced, cast or moved since the optimizer was made.
 
-    Before the first step, parameters may be replaced (accelerate, sharding) or cast. Their names, routes and groups
-    stay, and their state is made again. Parameters may move to another device at any time (`model.to("cuda")`). If this
-    happens after a step, the result is True, and the caller must copy the state to the new device. Otherwise the result
-    is False.
+    Before the first step, parameters may be replaced (accelerate, sharding) or cast. The new parameters keep the names,
+    routes and groups of the old ones, and new state is made for them. Parameters may move to another device at any time
+    (`model.to("cuda")`). If this happens after a step, the result is True, and the caller must copy the state to the
+    new device. Otherwise the result is False.
 
     Raises:
         ValueError: the number or the shape of parameters changed, parameters were replaced or cast after a step or a

@@ -94,9 +94,9 @@ def _owned(entries: Sequence[Mapping[str, StateEntry]]) -> Iterator[list[tuple[i
 
 
 def _stored(value: Tensor, location: Location | None) -> Tensor:
-    """Copy the local entries of a tensor or DTensor to host memory, and return the copy.
+    """Return a copy of a tensor or DTensor whose local entries are in host memory, or the tensor itself.
 
-    location: kind of host memory. None: the tensor itself is returned, without a copy.
+    location: kind of host memory. None: nothing is copied, and the tensor itself is returned.
     """
     if location is None:
         return value

@@ -319,7 +319,7 @@ def of_slots(slots: Mapping[str, Slot], state: State) -> Found:
     root_condition: condition number of a root or a learned factor.
     orthogonality: distance of a basis from an orthogonal matrix.
     off_diagonal: share of off-diagonal entries in Q^T A Q, for a basis Q and the statistic A of the same axis.
-    angle: mean angle in degrees between a column q of Q and A q. Both are 0 if Q diagonalizes A.
+    angle: mean angle in degrees between a column q of Q and A q. Like `off_diagonal`, it is 0 if Q diagonalizes A.
     failures: consecutive failures of a root or basis solver.
     """
     found: Found = {}

@@ -51,9 +51,9 @@ class RoutedParameter:
     width_factors: distinct factors by which `width_scaling` multiplies updates of the parameter's matrices; () if it
         multiplies none.
     left_out: a text for each axis that the stages do not precondition, with the reason.
-    fallbacks: reasons why the step of the parameter is slower than it could be. A step can be compiled if the recipe
-        has `compile`, fused if the chain is Adam's, and run in chunks if the parameter is large enough. Each text names
-        one of these that is not done, and the reason.
+    fallbacks: a text for each faster way that the step of the parameter does not use, with the reason. Such a way is a
+        compiled program if the recipe has `compile`, a fused kernel if the chain is Adam's, and chunks if the parameter
+        is large enough.
     """
 
     name: str

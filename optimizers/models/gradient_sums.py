@@ -217,8 +217,8 @@ class GradientSums(ABC):
     def _end(self, backward: _Backward) -> None:
         """Join the contributions of a finished backward with the sums.
 
-        If a backward did not change the gradient of a parameter, its contribution is stored apart, in `_loose`. It is
-        used only if no other backward of the step changes this gradient.
+        If a backward did not change the gradient of a parameter, its contribution is stored apart, in `_loose`. The
+        contribution is used only if no other backward of the step changes this gradient.
         """
         found, changed = dict(backward), list[tuple[Hashable, Tensor]]()
         backward.clear()

@@ -36,10 +36,11 @@ class LayerGrams(GradientSums):
     """Collector of X^T X for every layer whose update requests the signal `name`.
 
     The rows of X `[N, n]` are the layer's inputs, or the gradients of its outputs. X has the rows of all calls whose
-    backward contributed to the present gradient of the layer's weight: of micro-batches, of several calls of a module
-    in one forward, and of modules that share the weight. A forward without a backward, or with a gradient that is
-    dropped, adds no rows. A forward that activation checkpointing repeats adds its rows once. Rows are collected only
-    if a stage needs the signal in the next step. In copies and pickles of the model the hooks do nothing.
+    backward contributed to the present gradient of the layer's weight. There are several such calls if the step has
+    several micro-batches, if a forward calls the module several times, or if modules share the weight. A forward
+    without a backward, or with a gradient that is dropped, adds no rows. A forward that activation checkpointing
+    repeats adds its rows once. Rows are collected only if a stage needs the signal in the next step. In copies and
+    pickles of the model the hooks do nothing.
 
     If the gradients of parameters are scaled after the backward, and the rows of X are gradients, X^T X is multiplied
     by the square of the same factor.
@@ -155,8 +156,8 @@ def whole(x: Tensor) -> Tensor:
 def _multiplies(module: nn.Module) -> bool:
     """Return True if a layer multiplies its inputs by its weight, as far as its class and the weight's axes show.
 
-    This holds for a weight of two axes, except in embeddings, and for 1-d and 2-d convolutions of one group with zeros
-    as padding.
+    The result is True for a weight of two axes, except in embeddings, and for 1-d and 2-d convolutions of one group
+    with zeros as padding.
     """
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag, torch.jit.ScriptModule)):  # compiled code calls no hooks
         return False
@@ -190,8 +191,9 @@ def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
 def _see_inputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
     """Prepare the collection of the inputs of one call of a layer.
 
-    Return a pair: a function that computes the Gram matrix of this call, and the tensor in the output whose gradient is
-    passed to that function. The tensor is None if no gradient reaches the output.
+    Return (function, tensor). The tensor belongs to the output; it is None if no gradient reaches the output. Backward
+    calls the function with the gradient of the tensor. The function returns the Gram matrix of the inputs of this call,
+    and the number of inputs.
 
     Until the backward, a copy of the inputs is stored, or the Gram matrix of the inputs if it is smaller.
 
@@ -263,8 +265,9 @@ def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams
 def _see_outputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
     """Prepare the collection of the gradients of the output of one call of a layer.
 
-    Return a pair: a function that computes the Gram matrix of these gradients, and the output, whose gradient is passed
-    to that function. None stands in place of the output if no gradient reaches it.
+    Return (function, output). None stands in place of the output if no gradient reaches it. Backward calls the function
+    with the gradient of the output. The function returns the Gram matrix of the gradient, and the number to add
+    to the layer's count N.
 
     path: path of the layer, for errors.
     args: positional arguments of the call.

@@ -470,7 +470,8 @@ def _of_blocks(clip: Stage, block: tuple[int, ...]) -> bool:
 def _decays(constraint: Constraint) -> bool:
     """Return True if a constraint is a decay: it shrinks parameters, and more so at a larger learning rate.
 
-    Constraints with state or with required signals are not tried, and the result is False.
+    The function tries the constraint on a matrix of ones. A constraint with state or with required signals is not
+    tried, and the result is False.
     """
     if constraint.requires_some or constraint.slots((2, 2)):
         return False

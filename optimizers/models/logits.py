@@ -38,8 +38,8 @@ class MaxLogits(nn.Module):
     an optimizer requests the signal. A key head that several query heads share receives the largest S of these query
     heads.
 
-    Under tensor parallelism a rank makes the call with its own heads, as plain tensors or DTensors. These must be the
-    outputs of the rank's shards of the weights; a shard of `fused` has the rank's queries, keys and values in this
+    Under tensor parallelism a rank makes the call with its own heads, as plain tensors or DTensors. The heads must be
+    the outputs of the rank's shards of the weights. A shard of `fused` has the rank's queries, keys and values in this
     order. If keys are not sharded, because there are fewer key heads than ranks, a rank passes the keys of its own
     queries. Under context parallelism, keys must be gathered before the call.
 

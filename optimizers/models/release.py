@@ -6,7 +6,7 @@ step. If the update treats parameters one by one (Adam's fused kernel, chunks), 
 unit has all parameters with blocks in the same stacks.
 
 If ranks share parameters, the update of a unit has collectives. All ranks therefore have the same units, made from the
-stacks of all ranks. They update these units at the same times, because backward completes gradients in the same order
+stacks of all ranks. The ranks update a unit at the same time, because backward completes gradients in the same order
 on all ranks: under `fully_shard`, each gradient comes from a collective of its own or of its layer.
 """
 
@@ -285,8 +285,9 @@ def _units_of(param_set: ParamSet, parts: int) -> Iterator[_Unit]:
     """Divide the parameters of a set into units, and yield the units. The parameters of a unit are updated together.
 
     Two parameters are in one unit if both have blocks in the same stack, and this stack is computed at once and not
-    parameter by parameter. They are also in one unit if their blocks are in stacks that are computed together. If ranks
-    share the parameters, it is enough that this is so on one rank. All ranks call this function.
+    parameter by parameter. Two parameters are also in one unit if their blocks are in stacks that are computed
+    together. If ranks share the parameters, one of these conditions on one rank is enough. All ranks call this
+    function.
 
     parts: argument of `release`, which must be the same on all ranks.
     """
@@ -360,7 +361,7 @@ def _reasons(optimizer: Optimizer, averaged: bool) -> Iterator[tuple[str, str]]:
 def _hook(released: weakref.ref[Release]) -> Callable[[Tensor], None]:
     """Return the hook that torch calls with a parameter when backward has completed its gradient.
 
-    The hook calls `Release.note`, which may update the parameter and free its gradient. It does nothing after the
+    The hook calls `Release.note`, which may update the parameter and free its gradient. The hook does nothing after the
     release was deleted.
 
     released: the release (updates during backward), referenced weakly.

@@ -35,8 +35,8 @@ from .traffic import Traffic, count_owned, step_traffic
 DataParallelKind = Literal["ddp", "fsdp2", "hsdp"]
 Floats = NDArray[np.float64]
 EFFICIENT = 0.9
-"""Efficiency of a plan below which it advises more refreshes in one step (`Plan.advice`). The efficiency is the mean
-work of ranks divided by the largest work of a rank."""
+"""Efficiency of a plan (`Balance.efficiency`, at most 1) below which it advises more refreshes in one step
+(`Plan.advice`)."""
 STEP_COUNT = 8
 """Bytes of the step count that every rank stores for each parameter."""
 

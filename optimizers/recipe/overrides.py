@@ -282,8 +282,8 @@ def first_differences(lines: Sequence[str]) -> list[str]:
     """Return the lines of `differences` that an error shows.
 
     If there are too many lines, only lines about fields that both declarations have are shown. Lines about fields that
-    one declaration lacks are counted. They say little: if a chain lacks a stage, there is a line for each field of the
-    stage, but the line that has the names of all stages in both chains is among the shown ones.
+    one declaration lacks are counted, because they say little: if a chain lacks a stage, each field of the stage has
+    such a line. The names of all stages in both chains are in one of the shown lines.
     """
     both = [line for line in lines if not re.search("(: absent -> | -> absent$)", line)]
     shown = first_lines(lines)

@@ -461,8 +461,8 @@ class Signals:
     def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
         """Return True if a step of these parameter sets needs signals that are known before any stack is updated.
 
-        These are sums of a slot over all blocks of all parameters, and all signals except those in `PER_STACK`, which
-        are computed when a stack is updated.
+        Such signals are sums of a slot over all blocks of all parameters, and all other signals except those in
+        `PER_STACK`, which are computed when a stack is updated.
         """
         return not self.asking.keys() <= PER_STACK or any(map(self.totals, param_sets))
 

@@ -380,7 +380,7 @@ class Assignments:
     """Finds the ranks that share each parameter of an optimizer, the owners of its blocks, and their phases.
 
     recipe: recipe of the optimizer.
-    others: parameters of the same model that other optimizers update. They take part in the choice of phases.
+    others: parameters of the same model that other optimizers update. The phases depend on these parameters too.
     phases: phases of the blocks of all groups. The phase of a block is the fraction of a refresh interval at which the
         block is refreshed.
     """

@@ -6,9 +6,9 @@ process. LAPACK and products of matrices release the interpreter's lock, so that
 CUDA device the thread launches its kernels on a side stream.
 
 Training does not depend on the time at which a job ends, because its inputs are copies and `finish` waits for its end.
-`finish` stores the results in pending slots of the state. It is called at t + k, and before state is saved, copied,
-loaded or moved. On devices without a side stream, and for fake tensors, the results are computed when the refresh is
-due.
+`finish` stores the results in pending slots of the state. The optimizer calls `finish` at t + k, and before state is
+saved, copied, loaded or moved. On devices without a side stream, and for fake tensors, the results are computed when
+the refresh is due.
 """
 
 from __future__ import annotations

@@ -87,9 +87,9 @@ def refresh_phases(recipe: Recipe, parameters: Iterable[ParamKey]) -> Phases:
 
     A block's phase is the fraction of a refresh interval at which the block is refreshed. To compute phases, the blocks
     are sorted by the path of their update rule in the recipe, then by their shape, by the name of their parameter and
-    by block key (the number of the block in its parameter). The phase of a block is the cost of the refreshes of all
-    blocks before it plus half the cost of its own refresh, as a fraction of the total cost. Equal parts of a refresh
-    interval then have equal costs, as nearly as indivisible blocks allow.
+    by block key (the number of the block in its parameter). The phase of a block is (B + b / 2) / C: b is the cost of a
+    refresh of the block, B that of all blocks before it in the sorted order, and C that of all blocks. Equal parts of a
+    refresh interval then have equal costs, as nearly as indivisible blocks allow.
 
     A cadence may demand a least amount of refresh work for each step that has refreshes (`min_wave_work`). An interval
     then has n such steps (`Cadence.waves`), and phases are rounded down to multiples of 1 / n. Blocks that are

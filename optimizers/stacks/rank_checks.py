@@ -1,4 +1,4 @@
-"""Checks that ranks which share parameters agree on everything that must be equal among them.
+"""Checks on ranks that share parameters: values that must be equal on all of these ranks are compared.
 
 At construction the recipe, param groups and values of parameters are compared. In every step, gradients and their
 norms, failed roots, rates and numbers of steps are compared before anything changes.

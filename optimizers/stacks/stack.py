@@ -552,7 +552,8 @@ def divide(
     refreshed.
 
     A group has at most as many blocks as fit into one round of messages (`round_bytes`), and into one stack for each
-    rank. It has more only if stages need sums over a parameter, whose equal blocks then stay in one group. Groups with
+    rank. A group has more blocks only if stages need sums over a parameter: equal blocks of this parameter then stay in
+    one group. Groups with
     blocks of the same such parameter are consecutive, and all but the first are marked as joined (`BlockGroup.joined`).
     Groups of neighboring parameters are close together, so that all updates of a parameter arrive within a few rounds.
 

@@ -137,8 +137,8 @@ class ParamSets:
     def complete(self, index: int, groups: Sequence[Mapping[str, Any]], state: MutableMapping[Tensor, Any]) -> None:
         """Assign owners and create state for newly added param groups: the groups from `index` on.
 
-        They are processed together, as one batch, so that no result depends on the division of parameters into groups.
-        `declare_group` must have registered them.
+        The new groups are processed together, as one batch, so that no result depends on the division of parameters
+        into groups. `declare_group` must have registered these groups.
 
         groups: all param groups.
         state: the mapping `optimizer.state`, which receives the state of the new parameters.
@@ -182,7 +182,7 @@ class ParamSets:
         )
 
     def changed(self) -> list[tuple[Tensor, ParamSpec]]:
-        """Return the parameters whose device, dtype or shape is not that for which the state was made."""
+        """Return the parameters that have another device, dtype or shape than when their state was made."""
         return [
             (parameter, spec)
             for param_set in self

@@ -100,10 +100,11 @@ class Step:
 
 
 def decay_source(recipe: Recipe, path: str) -> str | None:
-    """Return the name of the tensors W whose weight decay alpha W an update adds to directions.
+    """Return "parameter" or "parameters" if an update adds weight decay alpha W to directions, else None.
 
-    The name is the argument `source` with which `LocalStep.gather` gathers these tensors. Return None if the update
-    adds no decay to directions. The decay is then applied when updates are written into the parameters.
+    The result is the argument `source` with which `LocalStep.gather` gathers the tensors W: the signal "parameter" if a
+    stage requests it and the recipe has no averaging, else "parameters". If the result is None, the decay is applied
+    when updates are written into the parameters.
 
     path: path of the update in the recipe.
     """
@@ -202,7 +203,8 @@ class LocalStep:
     def _rms(self) -> dict[int, Tensor]:
         """The root mean square, 0-d, of each active parameter whose stages request it, by its position in the set.
 
-        It is computed for all parameters together, in few kernels, before the step changes any of them.
+        The root mean squares of all parameters are computed together, in few kernels, before the step changes any of
+        the parameters.
         """
         asking = np.unique(np.concatenate([x.stack.param_ids for x in self._stacks if "parameter_rms" in x.signals]))
         return self._rms_of(asking[self.step.active[asking]].tolist())

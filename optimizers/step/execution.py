@@ -1,4 +1,4 @@
-"""Execution: the way in which the program of a stack runs. It runs on the whole stack, in chunks, or compiled.
+"""Execution: the way in which the program of a stack runs, which is on the whole stack, in chunks, or compiled.
 
 The choice is made once, when a stack is made, and `show` prints the reason. If a step cannot run in chunks or compiled,
 for example because the blocks have different step counts, it runs on the whole stack.

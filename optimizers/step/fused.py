@@ -55,7 +55,7 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, eq=False)
 class FusedAdam:
-    """How torch's fused Adam kernel is called for one stack (blocks with one shape). It is the same in all steps.
+    """Arguments of torch's fused Adam kernel for one stack (blocks with one shape) that are the same in all steps.
 
     names: names of the moments m and v among the tensors of the stack.
     constants: numbers that blocks of one kernel call share: beta1, beta2, eps, and the dtype of the moments.
@@ -323,11 +323,11 @@ class _Call:
 
 
 def _copy_limit(device: torch.device) -> int:
-    """Return the largest number of bytes of copies that exist at a time.
+    """Return the limit of the bytes of copies that exist at a time.
 
-    It is a limit for the copies of parameters and gradients of one call (`_Call`), and for the copies that are made
-    because of a mask (`_Copies`). Above this limit the kernels run, and the copies are freed, before more parameters
-    are copied.
+    The limit holds for the copies of parameters and gradients of one call (`_Call`), and for the copies that are made
+    because of a mask (`_Copies`). Above the limit the kernels run, and the copies are freed, before more parameters are
+    copied.
     """
     return BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE
 
@@ -335,8 +335,8 @@ def _copy_limit(device: torch.device) -> int:
 def _padded(ends: Sequence[_Entries]) -> list[_Entries]:
     """Join the ends of many tensors into one parameter, one gradient, one m and one v, each padded with zeros.
 
-    Return the four joined tensors as the only item of a list, or [] if there are no ends. Their number of entries is a
-    multiple of `VECTOR`.
+    Return the four joined tensors as the only item of a list, or [] if there are no ends. The number of entries of each
+    joined tensor is a multiple of `VECTOR`.
 
     ends: the last entries of tensors, which `_cut_ends` has cut off.
     """

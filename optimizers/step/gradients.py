@@ -159,8 +159,8 @@ class LocalSurvey:
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
         """Return `[n]` booleans on the device, one for each parameter at `positions` that has a gradient.
 
-        It is True for gradients that can be used: they are finite, and their squares too if the update squares them.
-        Return None if all of them can be used.
+        A boolean is True if the gradient can be used: it is finite, and its squares are finite too if the update
+        squares it. Return None if all gradients can be used.
 
         finite: False if the recipe allows inf and nan. The gradients are then not checked, and the result is None.
         """
@@ -185,7 +185,7 @@ class LocalSurvey:
 
     @property
     def squares(self) -> Tensor:
-        """`[P]` float64 on the device, sum of squares of each gradient. It is 0 for a parameter without a gradient."""
+        """`[P]` float64 on the device, sum of squares of each gradient. The sum is 0 for a parameter without one."""
         gradients = self.given.gradients
         here = [(place, gradient) for place, gradient in enumerate(gradients) if gradient is not None]
         if not here:

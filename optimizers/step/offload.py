@@ -183,7 +183,7 @@ class CopiedState:
     def lends(self, tensor: Tensor) -> bool:
         """Return True if a tensor is stored in one of the two buffers on the device.
 
-        Its content is lost when the buffer is filled with the state of other blocks.
+        The content of such a tensor is lost when the buffer is filled with the state of other blocks.
         """
         starts = [buffer.data_ptr() for buffer in self._buffers]
         return any(start <= tensor.data_ptr() < start + self._buffers[0].numel() for start in starts)

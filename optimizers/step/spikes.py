@@ -42,7 +42,7 @@ class SpikeCounts(NamedTuple):
 
 
 class SpikeWindow:
-    """The last finite values of a measure (loss or gradient norm). They decide if the next value is a spike.
+    """The last finite values of a measure (loss or gradient norm), which decide if the next value is a spike.
 
     rule: the rule that says which values are spikes.
     values: `[window]` float64 on the device, a ring buffer. Places without a value are 0.

@@ -204,8 +204,9 @@ class ParamSet:
     def views(self, mode: Mode | None = None) -> list[dict[str, Tensor]]:
         """Return the state of each parameter, as a dictionary.
 
-        Its keys are `step`, the names of the iterates, and "<block>/<stage path>/<slot>" for the slots of stages. A
-        slot is one tensor for equal blocks of many parameters, so its value here is a view of the row of one block.
+        The keys of a dictionary are `step`, the names of the iterates, and "<block>/<stage path>/<slot>" for the slots
+        of stages. A slot is one tensor for equal blocks of many parameters, so the value in a dictionary is a view of
+        the row of one block.
 
         mode: the iterate that the parameters are assumed to hold, because keys and shapes depend on it. None: the
             iterate that they hold now.
@@ -510,7 +511,8 @@ def prepare(
 
     hypers: values of the param groups.
     loss_scale: numbers of a scaler of the loss. None: there is no scaler.
-    only: `[P]`, True for parameters to check, as in `ParamSet.check_gradients`. It requires a single set.
+    only: `[P]`, True for parameters to check, as in `ParamSet.check_gradients`. None: all. If it is given, `param_sets`
+        must have a single set.
     early: True if the step needs only gradients and rates. The step of a single set may then be launched here, before
         the host waits (`ParamSet.launch_early`). If the launched step updates the parameters, the set's inputs are
         None. If a gradient is not usable, the launched step changes nothing, and the caller must run the step.

@@ -275,6 +275,8 @@ class ProgramSource:
     def _add_decay(self, given: Mapping[str, Tensor], state: State, found: Tensor) -> Tensor:
         """Return directions plus their weight decay alpha W. The inputs `decaying` and `alpha` are W and alpha.
 
+        given: the inputs of the program by name.
+        state: state of the stages.
         found: directions.
         """
         assert self.decay is not None
@@ -425,7 +427,9 @@ class Program:
     def suits(self, steps: NDArray[np.int64]) -> bool:
         """Return True if the program is valid at all of these step counts of blocks.
 
-        It is valid at a step count at which every condition in `questions` has the same result as at `TYPICAL_STEP`.
+        The program is valid at a step count if every condition in `questions` has the same result as at `TYPICAL_STEP`.
+
+        steps: step counts of blocks, int64, of any number.
         """
         return all((question(steps) == question(TYPICAL_STEP)).all() for question in self.questions)
 
@@ -465,19 +469,19 @@ class Program:
     def numbers(self, step: int, run_step: int) -> dict[str, Tensor]:
         """Return the inputs of the program that depend on the step, as 0-d tensors on the device, by name.
 
-        They are the scheduled fields of stages, and the functions of the step that stages compute by
+        These inputs are the scheduled fields of stages, and the functions of the step that stages compute by
         `context.per_block`, such as bias corrections.
 
         step: step count of the program's blocks, at which these functions are evaluated; the first step is 1.
-        run_step: step of the run, at which the scheduled fields are evaluated; the first step is 1. It is larger than
-            `step`, for example, if the parameters of the blocks had no gradients in some steps.
+        run_step: step of the run, at which the scheduled fields are evaluated; the first step is 1. `run_step` is
+            larger than `step` if, for example, the parameters of the blocks had no gradients in some steps.
         """
         return {**self._scheduled.row(run_step), **self._asked.row(step)}
 
     def host_numbers(self, step: int, run_step: int) -> list[float]:
         """Return the inputs that depend on the step, as the method `numbers` does, but as floats on the host.
 
-        They are in the order of `numbered`, the names of these inputs. The arguments are those of `numbers`.
+        The floats are in the order of `numbered`, the names of these inputs. The arguments are those of `numbers`.
         """
         return [*self.source.schedules.at(run_step), *map(float, self._on_host.row(step).values())]
 
@@ -501,7 +505,7 @@ class Program:
     def write_numbers(self, write: WriteNumbers) -> dict[str, Tensor]:
         """Return learning rate, weight decay and factor of an update as 0-d tensors on the device, by name.
 
-        The tensors have the dtype of the program. Those of recent floats are cached, so that a constant rate is
+        The tensors have the dtype of the program. Tensors of recent floats are cached, so that a constant rate is
         uploaded once. A rate that is a tensor is only cast, because its value may change.
         """
         if not any(isinstance(x, Tensor) for x in write):

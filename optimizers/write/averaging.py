@@ -10,7 +10,7 @@ With `EMA` and `LAWA`, training is the same as without averaging, and evaluation
 U is the update, lr the learning rate and alpha the weight decay. mu_y is the weight of x in y. c is the weight of the
 new z in x, and may change from step to step.
 
-The parameter holds y, and z is stored as state. They are computed from D = -lr U - lr alpha z, the step of z:
+The parameter holds y, and z is stored as state. Both are computed from D = -lr U - lr alpha z, the step of z:
 
     y <- y + c (z - y) + (1 - mu_y (1 - c)) D    with z before the step
     z <- z + D
