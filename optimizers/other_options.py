@@ -296,7 +296,7 @@ def _of_shampoo(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -
 def _magnitude(grafting: Any) -> dict[str, Any] | None:
     """Return the declaration of the stage that computes the norms of a grafting of Distributed Shampoo.
 
-    The result is a stage `identity` or `rms`, or None if neither of them certainly computes the same.
+    The result is a stage `identity` or `rms`, or None if it is not certain that one of these stages computes the same.
 
     grafting: an object such as `AdamGraftingConfig`.
     """

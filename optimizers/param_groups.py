@@ -190,7 +190,7 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[
         raise ValueError(f"param group: 'params' is missing, got the keys {[*group]}")
     given = group.get("recipe", recipe)
     # Wrappers (SAM) copy all arguments of the optimizer that they wrap into groups. The `recipe` of a group may thus be
-    # a name, with `overrides` in the group. It is accepted if it is the recipe of the optimizer.
+    # a name, with `overrides` in the group. Both are accepted if they make the recipe of the optimizer.
     if given != recipe and load_recipe(given, group.get("overrides", ())).to_json() != recipe:
         raise ValueError(
             "param group: 'recipe' cannot differ between groups; an optimizer has one recipe, whose `routes` send "

@@ -113,8 +113,8 @@ class _Step:
 
     hypers: learning rate and weight decay of each param group, with which all parameters of the step are updated.
     taken: number of steps before this one.
-    units: for each parameter, by its id, a pair: the `_Unit` of parameters with which it is updated, and its position
-        in its parameter set.
+    units: {id of a parameter: (`_Unit` with which the parameter is updated, index of the parameter in its parameter
+        set)}.
     complete: ids of the parameters with complete gradients.
     stepped: names of the parameters that were updated.
     pending: units with complete gradients whose parameters were not updated yet.
@@ -243,7 +243,7 @@ class Release:
     def _units(self, optimizer: Optimizer) -> list[_Unit]:
         """Return the sets of parameters (`_Unit`) that are updated together, because a stage computes them together.
 
-        Raises ValueError if the recipe or the model does not permit to update them during backward.
+        Raise ValueError if the recipe or the model does not permit updates during backward.
         """
         param_sets = list(optimizer.param_sets)
         if len(param_sets) != len(self._known) or any(a is not b for a, b in zip(param_sets, self._known, strict=True)):

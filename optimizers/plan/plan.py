@@ -256,8 +256,8 @@ def _local_bytes(recipe: Recipe, spec: ParamSpec) -> dict[str, NDArray[np.int64]
     """Return the bytes of state that each rank stores for its shard of a parameter, `[R]`, by location.
 
     This state has the iterates of an averaging, the slots of constraints, and the copy of the parameter for the signal
-    "partner_before". If the parameter's blocks have no owners, because each rank updates its own shard, it also has the
-    slots of stages. All other state is stored by the owners of blocks.
+    "partner_before". If the parameter's blocks have no owners, because each rank updates its own shard, the state also
+    has the slots of stages. All other state is stored by the owners of blocks.
     """
     rule, computed, placement = recipe.rules()[spec.path], compute_dtype(spec.dtype), spec.placed
 

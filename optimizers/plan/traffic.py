@@ -130,7 +130,7 @@ def wire(
 
 
 def count_owned(block_group: BlockGroup, ranks: int) -> Counts:
-    """Return `[R]`, the number of blocks of a block group that each rank owns."""
+    """Return `[R]`, the number of blocks of a block group that each of R ranks owns."""
     return np.bincount([block.owner for block in block_group.blocks], minlength=ranks).astype(np.int64)
 
 

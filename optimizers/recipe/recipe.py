@@ -381,7 +381,7 @@ class Recipe(UpdateRule):
                 )
         matrices = self.view_of(info).matrices
         # The factors depend on the fan-in of matrices. For an entry-wise update `view_of` returns the undivided tensor,
-        # so the matrices are computed here. Those of a convolution follow from its module.
+        # so the matrices are computed here. The matrices of a convolution follow from its module.
         if rule.entrywise():
             convolution = info.facts.convolution is not None and isinstance(rule.view, Batches)
             matrices = (Modules(heads=False) if convolution else rule.view).of(info.shape, info.facts).matrices

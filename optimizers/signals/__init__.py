@@ -1,4 +1,4 @@
-"""Signals, values that stages request beside gradients: where they come from, and how they reach steps and ranks."""
+"""Signals (values that stages request beside gradients): who provides them, and how they reach steps and ranks."""
 
 from .partners import with_partners as with_partners
 from .signals import OWN as OWN

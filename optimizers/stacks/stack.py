@@ -47,7 +47,7 @@ class StackState:
 
     recipe: recipe of the optimizer.
     path: path of the update in the recipe, "" or "routes.<name>".
-    rule: the update at this path. If its stages have scheduled numbers, it has their values in the present step.
+    rule: the update at this path. Scheduled numbers of stages are replaced by their values in the present step.
     stack: the blocks.
     phases: `[N]` in [0, 1), fraction of a refresh interval at which each block is due.
     seeds: `[N]`, seed of the random numbers of each block.
@@ -179,7 +179,7 @@ class StackState:
         Code outside of the optimizer resets state by writing zeros, but zero is not the initial value of every slot.
 
         row: row of the block.
-        changed: names of tensors that were written outside of a step. Only their slots are reset.
+        changed: names of tensors that were written outside of a step. Only slots of these tensors are reset.
         """
         for key, slot in self.slots():
             names, how = self.names(key), self.encoded.get(str(key))

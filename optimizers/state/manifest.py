@@ -48,7 +48,7 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, St
                 entries[block.position][key] = StateEntry(*form, block.owner, location)
     for position, (state, parameter) in enumerate(zip(param_set.views(mode), param_set.parameters, strict=True)):
         spec = param_set.specs[position]
-        # If this rank's shard is empty, it has no block, and `state` lacks slots that other ranks have. They are
+        # If this rank's shard is empty, it has no block, and `state` lacks slots that other ranks have. The slots are
         # therefore described from the recipe.
         if spec.in_place and 0 not in spec.shape:
             assert param_set.rank_group is not None

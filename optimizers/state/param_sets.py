@@ -293,8 +293,8 @@ class ParamSets:
         thawed = {id(p) for p in self._shown.missing if p.grad is not None}
         if not thawed:
             return
-        # Apply the user's changes of `optimizer.state` before `install`. They are detected by comparison with a record
-        # of the state, which `install` replaces by a record of the changed state.
+        # Apply the user's changes of `optimizer.state` before `install`. Changes are detected by comparison with a
+        # record of the state, and `install` replaces this record by one of the changed state.
         self.follow(state, "train")
         for batch in self.batches:
             if any(id(p) in thawed for p in batch.parameters):

@@ -257,7 +257,7 @@ class _Key(NamedTuple):
 class CapturedStacks:
     """Stacks whose step is captured as one CUDA graph, and this graph.
 
-    groups: the stacks, in lists. Stacks that share parameters, and whose stages need sums over them, are in one list.
+    groups: the stacks, in lists. Stacks whose stages sum over the same parameter are in one list.
     executions: for each stack of the parameter set, by its index, the way in which its steps run.
     fused: indices of the stacks that a fused kernel updates.
     reason: why the stacks are never captured; None if no reason is known.

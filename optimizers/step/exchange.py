@@ -71,8 +71,8 @@ class Step:
     mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
     rates: learning rate and weight decay of each parameter.
     survey: facts about the full gradients, such as their norms.
-    signals: inputs of stages beside gradients, of two kinds. Sums of slots over all parameters, by key of the slot, are
-        numbers. Signals are stored by name. The form of a signal follows from its `Signal.extent`:
+    signals: inputs of stages beside gradients, of two kinds. A sum of a slot over all parameters is a number, under the
+        key of the slot. A signal is stored under its name, in a form that follows from its `Signal.extent`:
         "step": one number.
         "parameter": `[P]`.
         "input_matrix", "output_matrix": a list with a `SideMatrix` for each parameter.
@@ -139,7 +139,9 @@ class LocalExchange:
         return LocalSurvey(given, self.small, self.large)
 
     def begin(self, step: Step, stacks: Sequence[StackState], moved: NDArray[np.bool_], write: Write) -> LocalStep:
-        """Begin one step. Return the object that copies its gradients into stacks and its directions to parameters.
+        """Begin one step. Return the object that copies gradients into stacks, and directions to parameters.
+
+        step: inputs of the step, such as its gradients.
 
         stacks: all stacks that are updated before `LocalStep.finish` is called.
         moved: `[P]`, True for parameters that the step changes. It is False for a parameter whose first gradient only
@@ -223,7 +225,7 @@ class LocalStep:
         """Return the root mean squares, 0-d, of full parameters, by their position in the parameter set.
 
         positions: positions of the n parameters in the parameter set.
-        norms: their norms, `[n]`.
+        norms: `[n]`, Frobenius norms of the full parameters.
         """
         roots = [self._numels[position] ** 0.5 for position in positions]
         return dict(zip(positions, torch._foreach_div(norms.unbind(), roots), strict=True))

@@ -258,8 +258,9 @@ def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:
 def run_together(steps: Sequence[StackStep], act: Callable[[StackStep], _T]) -> list[_T]:
     """Call `act` with the step of each stack, and return the results.
 
-    Blocks of one parameter may be in several stacks. If a stage needs a sum over the whole parameter, such as its norm,
-    each of these stacks stops there, and goes on when all of them have computed their terms of the sum.
+    Blocks of one parameter may be in several stacks. If a stage needs a sum over the whole parameter, such as the norm
+    of the parameter, the steps of these stacks stop at that stage. They go on when each of the stacks has computed its
+    term of the sum.
     """
     if not steps[0].blocks.stack_state.spans:
         return [act(step) for step in steps]

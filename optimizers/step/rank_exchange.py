@@ -226,7 +226,8 @@ class RankStep(LocalStep):
 
         A whole parameter is assembled first only if constraints or an averaging need its whole update.
 
-        arrived: pairs of a `Transfer`, which says where its entries are stored, and the tensor that their owner sent.
+        arrived: pairs (`Transfer`, tensor). The tensor has entries that the owner of a block has sent, and the
+            `Transfer` says where these entries are stored.
         """
         parameters = self.iterates.parameters
         if self.iterates:

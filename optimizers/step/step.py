@@ -231,7 +231,7 @@ class ParamSet:
         return held if self.rank_group is None else [self.part(*one) for one in enumerate(held)]
 
     def part(self, position: int, tensor: Tensor) -> Tensor:
-        """Return the entries that this rank updates of a parameter or its gradient, as a view.
+        """Return a view of the entries of a parameter, or of its gradient, that this rank updates.
 
         If several ranks hold the same entries of a parameter, each of them may update only a part of these entries
         (`ParamPlacement.parts`). Otherwise the result is `tensor` itself.
@@ -338,8 +338,8 @@ class ParamSet:
     def step(self, step: Step) -> None:
         """Update every parameter that has a usable gradient."""
         if step.active is self._nonempty and self._all_nonempty and min(self.step_counts.tolist()) > 0:
-            # The common case: the step changes all parameters. The other branch would have the same result, but would
-            # make more small arrays.
+            # The common case: the step changes all parameters. The branch for other cases would have the same result,
+            # but would make more small arrays.
             self.step_counts += 1
             self._begun.fill(True)
             moved = step.active
