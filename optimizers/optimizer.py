@@ -195,7 +195,7 @@ class Optimizer(ComposedOptimizer):
     def _warn_of_fused(self, who: str) -> None:
         """Warn of parameters that no fused kernel updates, if `fused=True` was given since the last call.
 
-        who: beginning of the warning, the name of the function that was called.
+        who: beginning of the warning, such as "compose" or "param group".
         """
         if self._asks_fused and (text := unfused_warning(self.param_sets)):
             warn_user(f"{who}: {text}")

@@ -253,7 +253,7 @@ def _after_backward(call: Callable[[], None]) -> None:
 
 
 def _stamp(grad: Tensor | None) -> tuple[int, ...]:
-    """Return numbers that change with every backward that changes a gradient."""
+    """Return numbers that change with every backward that changes a gradient. Return () for None."""
     return () if grad is None else (id(grad), grad._version, local(grad)._version)
 
 

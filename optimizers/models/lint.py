@@ -120,6 +120,7 @@ def known_checks() -> tuple[str, ...]:
 def warn_of_faults(optimizer: Optimizer, steps: int | None, silence: Iterable[str], *, names_only: bool) -> None:
     """Warn of every fault that the checks find, except checks whose id is in `silence`.
 
+    steps: number of steps of the run. None: it is unknown.
     names_only: True if only names and shapes of the parameters are known, but not their model.
 
     Raises:

@@ -554,8 +554,10 @@ def layer_of(key: int, holder: Holder, shape: tuple[int, ...], tied: bool) -> La
 def _sizes(module: nn.Module | None, names: tuple[str, str], stored: tuple[int, int]) -> tuple[int, int]:
     """Return the numbers of inputs and outputs of a layer.
 
+    module: the layer; None if it is not known.
     names: attributes of the module that have these two numbers.
-    stored: the two numbers as the shape of the weight shows them, which are returned if the module lacks an attribute.
+    stored: the two numbers as the shape of the weight shows them. They are returned if there is no module, or if it
+        lacks an attribute.
     """
     n, m = (getattr(module, name, None) for name in names)
     return (n, m) if isinstance(n, int) and isinstance(m, int) else stored

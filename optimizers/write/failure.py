@@ -17,7 +17,7 @@ class Spike(Component):
     that were finite. A spike enters the window as m + min(sigmas, 2.5) s, other values as they are.
 
     The rule is that of OLMo-core's `SkipStepOptimizer` (olmo_core/optim/skip_step_optimizer.py) with two changes. In
-    OLMo-core, values below m - sigmas s are spikes too, and a spike enters the window as it is. A large spike then
+    OLMo-core, values below m - sigmas s are spikes too, and a spike enters the window as it is, so that a large spike
     hides all other spikes for `window` steps. If spikes did not enter the window at all, no step would pass any more
     after a lasting rise of the values.
     """
