@@ -109,7 +109,7 @@ def read_schedule(value: Any) -> Schedule | None:
         where, message = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
         message = "unknown field" if fault["type"] == "extra_forbidden" else message
         raise ValueError(
-            f"a schedule needs from, to, and steps or fraction: {where and where + ': '}{message}"
+            f"{where and where + ': '}{message}; a schedule needs from, to, and steps or fraction"
         ) from None
 
 
