@@ -27,46 +27,14 @@ from matplotlib.figure import Figure
 from eigengraft.errors import ArgumentError
 
 from ..files import make_directory, replacing, short_name, write_text
-from . import figures
+from . import figures, tables
 from .comparison import ComparisonPanel, all_panels, at_their_best, compare, sweeps, swept, tuning_curves, twin
-from .figures import (
-    CHARACTER,
-    INK,
-    LIGHT,
-    POWERS,
-    WIDTH,
-    Curve,
-    LogAxes,
-    draw_line,
-    legend_size,
-    log_ticks,
-    spread_ticks,
-    stroke,
-    style_axes,
-    wrap_legend,
-    wrapped,
-)
 from .recipe_diff import diff_recipes
 from .records import ABSCISSAS, METRICS, TRAINING_LOSS, Abscissa, Metric, Records, Run, read_records
 from .seed_statistics import BOOTSTRAP_PAIRS, Paired, significant_t
-from .tables import (
-    BUSY,
-    TableCell,
-    TextTable,
-    busy_sign,
-    grid_of,
-    marks,
-    panel_table,
-    rise_notice,
-    runs_frame,
-    sentences,
-    tuned_table,
-    worst_layers,
-    write_tables,
-)
 
 
-def difference_dots(panel: ComparisonPanel, width: float = WIDTH) -> Figure | None:
+def difference_dots(panel: ComparisonPanel, width: float = figures.WIDTH) -> Figure | None:
     """Draw a dot for each row at its mean paired difference from the baseline, with the 95 % interval of the t test.
 
     Rows have the order of the panel's table, from top to bottom. Rows without an interval, because they diverged or
@@ -76,29 +44,29 @@ def difference_dots(panel: ComparisonPanel, width: float = WIDTH) -> Figure | No
     if panel.baseline is None or len(rows) < 2:
         return None
     rows.reverse()  # heights grow from the bottom
-    titles = [wrapped(row.title, 0.4 * width) for row, _ in rows]
+    titles = [figures.wrapped(row.title, 0.4 * width) for row, _ in rows]
     lines = [line for title in titles for line in title.split("\n")]
-    room = width - 0.3 - CHARACTER * max(map(len, lines))
-    label = wrapped(f"final {panel.metric.title} minus that of {panel.baseline.title}", room)
+    room = width - 0.3 - figures.CHARACTER * max(map(len, lines))
+    label = figures.wrapped(f"final {panel.metric.title} minus that of {panel.baseline.title}", room)
     step = max(0.32, 0.05 + 0.15 * max(title.count("\n") + 1 for title in titles))
     height = 0.75 + step * len(rows) + 0.16 * label.count("\n")
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
-    axes.axvline(0.0, color=LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+    axes.axvline(0.0, color=figures.LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     for height, (row, found) in enumerate(rows):
         _dot(axes, row.style, found, height)
     axes.set_yticks(range(len(rows)), titles)
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xlabel(label)
-    spread_ticks(axes.xaxis, room, most=6)
-    style_axes(axes)
+    figures.spread_ticks(axes.xaxis, room, most=6)
+    figures.style_axes(axes)
     axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", labelcolor=INK)
+    axes.tick_params(axis="y", labelcolor=figures.INK)
     return figure
 
 
 def _dot(axes: Axes, style: int, found: Paired, height: int) -> None:
-    own = {**stroke(style), "linestyle": "-", "markersize": 5, "linewidth": 1.5, "capsize": 3}
+    own = {**figures.stroke(style), "linestyle": "-", "markersize": 5, "linewidth": 1.5, "capsize": 3}
     axes.errorbar([found.mean], [height], xerr=_bar(found), **own)
 
 
@@ -124,7 +92,7 @@ OF_CHAINS = ("update_rms", "cosine")
 """Measures that all stages have. The figure shows only their values for whole chains of stages."""
 
 
-def internals(panel: ComparisonPanel, width: float = WIDTH) -> Figure | None:
+def internals(panel: ComparisonPanel, width: float = figures.WIDTH) -> Figure | None:
     """Draw a small diagram for each measure that a run of the panel has recorded. Return None if there are no measures.
 
     A line is the median over parameters, stages and seeds. Its band reaches from quartile to quartile.
@@ -134,7 +102,7 @@ def internals(panel: ComparisonPanel, width: float = WIDTH) -> Figure | None:
         return None
     rows = -(-len(found) // 2)
     entries = list(dict.fromkeys(curve.label for curves in found.values() for curve in curves))
-    columns, lines = legend_size(entries, width, 3)
+    columns, lines = figures.legend_size(entries, width, 3)
     figure = Figure(figsize=(width, 1.5 * rows + 0.15 + 0.2 * lines), layout="constrained")
     grid = figure.subplots(rows, 2, squeeze=False)
     for axes in grid.flat[len(found) :]:
@@ -144,12 +112,12 @@ def internals(panel: ComparisonPanel, width: float = WIDTH) -> Figure | None:
     for axes in grid.flat[max(0, len(found) - 2) : len(found)]:
         axes.set_xlabel("training steps", fontsize=7.5)
     handles = {str(line.get_label()): line for axes in grid.flat for line in axes.get_lines()}
-    style = {"ncols": columns, "fontsize": 8, "frameon": False, "labelcolor": INK}
-    wrap_legend(figure.legend(list(handles.values()), list(handles), loc="outside upper left", **style), width)
+    style = {"ncols": columns, "fontsize": 8, "frameon": False, "labelcolor": figures.INK}
+    figures.wrap_legend(figure.legend(list(handles.values()), list(handles), loc="outside upper left", **style), width)
     return figure
 
 
-def _curves(panel: ComparisonPanel, measure: str) -> list[Curve]:
+def _curves(panel: ComparisonPanel, measure: str) -> list[figures.Curve]:
     """Return a curve for each compared label: the quartiles of a measure over parameters and seeds at each step.
 
     Labels whose runs did not record the measure are left out.
@@ -162,7 +130,7 @@ def _curves(panel: ComparisonPanel, measure: str) -> list[Curve]:
         if values:
             steps = sorted(values)
             low, middle, high = np.transpose([np.quantile(values[x], (0.25, 0.5, 0.75)) for x in steps]).tolist()
-            found.append(Curve(row.label, row.style, [float(step) for step in steps], middle, low, high))
+            found.append(figures.Curve(row.label, row.style, [float(step) for step in steps], middle, low, high))
     return found
 
 
@@ -171,20 +139,20 @@ def _shown(line: dict[str, Any], measure: str) -> bool:
     return wanted and (measure not in OF_CHAINS or line["stage"].rpartition(".")[2] == "update")
 
 
-def _diagram(axes: Axes, curves: Sequence[Curve], title: str, logarithmic: bool, inches: float) -> None:
+def _diagram(axes: Axes, curves: Sequence[figures.Curve], title: str, logarithmic: bool, inches: float) -> None:
     for curve in curves:
-        draw_line(axes, curve)
+        figures.draw_line(axes, curve)
     positive = [y for curve in curves for y in curve.low]
     if logarithmic and positive and min(positive) > 0 and math.isfinite(max(positive)):
         axes.set_yscale("log")
         wide = max(y for curve in curves for y in curve.high) > 50 * min(positive)
-        log_ticks(axes.yaxis, POWERS if wide else (1, 2, 5), most=4)
+        figures.log_ticks(axes.yaxis, figures.POWERS if wide else (1, 2, 5), most=4)
     elif positive and min(positive) >= 0:
         axes.set_ylim(bottom=0)
-    style_axes(axes)
-    axes.set_title(wrapped(title, inches, 8), fontsize=8, loc="left", color=INK)
+    figures.style_axes(axes)
+    axes.set_title(figures.wrapped(title, inches, 8), fontsize=8, loc="left", color=figures.INK)
     axes.tick_params(which="both", labelsize=7)
-    spread_ticks(axes.xaxis, inches, most=4, size=7, integer=True)
+    figures.spread_ticks(axes.xaxis, inches, most=4, size=7, integer=True)
 
 
 if TYPE_CHECKING:
@@ -239,8 +207,8 @@ class Report:
     only: Sequence[str] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
     x: Sequence[Abscissa] = _DEFAULT
-    width: float = WIDTH
-    log: LogAxes = "auto"
+    width: float = figures.WIDTH
+    log: figures.LogAxes = "auto"
 
     def __post_init__(self) -> None:
         quantities = ", ".join(ABSCISSAS)
@@ -254,7 +222,7 @@ class Report:
             ),
             "x": (_is_list(self.x) and len(self.x) > 0, f"a list of one or more of {quantities}, as ['tokens'],"),
             "width": (_is_width(self.width), f"a number of inches from {WIDTHS[0]} to {WIDTHS[1]}"),
-            "log": (self.log in get_args(LogAxes), f"one of {', '.join(get_args(LogAxes))}"),
+            "log": (self.log in get_args(figures.LogAxes), f"one of {', '.join(get_args(figures.LogAxes))}"),
         }
         for name, (fine, what) in required.items():
             if not fine:
@@ -279,7 +247,7 @@ class Report:
 
     def runs(self) -> DataFrame:
         """Return a data frame with a row for each run, with the columns of `load_runs`."""
-        return runs_frame(self.records)
+        return tables.runs_frame(self.records)
 
     def figures(self) -> dict[str, Figure]:
         """Return all figures by name, as figures of matplotlib; `figure.axes` has their axes."""
@@ -293,7 +261,7 @@ class Report:
     def footnote(self) -> str:
         """A sentence that explains the sign † in figures, for their captions; "" if no figure has this sign."""
         busy = "seconds" in self.x and any(panel.busy for panel in self.panels)
-        return BUSY if busy else ""
+        return tables.BUSY if busy else ""
 
     def save_figures(self, folder: str | Path, formats: Sequence[str] = ("svg", "png")) -> list[Path]:
         """Write all figures into a folder, which is created if it does not exist.
@@ -341,7 +309,7 @@ class Report:
         write_text(folder / "report.html", page)
         with replacing(folder / "runs.csv") as temporary:
             self.runs().to_csv(temporary, index=False, float_format="%.6g", lineterminator="\n")
-        write_tables(self.records, folder)
+        tables.write_tables(self.records, folder)
         return folder / "report.html"
 
     def page(self) -> str:
@@ -356,13 +324,13 @@ class Report:
                 sweeps=_drawn(final, "sweep"),
                 tuning=_drawn(tuning, "tuning"),
                 swept=swept(records).compare,
-                grid=grid_of(records),
-                marks=marks,
-                rise_notice=rise_notice,
+                grid=tables.grid_of(records),
+                marks=tables.marks,
+                rise_notice=tables.rise_notice,
                 chosen=bool(at_their_best(swept(records))),
                 status=Counter(run.status(records.metric) for run in records.runs),
                 failures=[(run, run.status(records.metric)) for run in records.runs if _failed(run, records)],
-                tuned=tuned_table(records.tuned),
+                tuned=tables.tuned_table(records.tuned),
                 recipe_diff=diff_recipes({panel.title: panel.configs for panel in compare(records)}),
                 environments=_environments(records.runs),
                 seeds=len({run.seed for run in records.runs}),
@@ -385,7 +353,7 @@ class Report:
                 yield panel, same, (), (), None, None
             else:
                 drawings = _drawn(self._of_panel(panel), f"panel-{index}", panel.title)
-                texts = sentences(panel), worst_layers(panel), panel_table(panel, records)
+                texts = tables.sentences(panel), tables.worst_layers(panel), tables.panel_table(panel, records)
                 yield panel, None, drawings, *texts
 
     def _of_grids(self) -> tuple[list[Drawing], list[Drawing]]:
@@ -422,7 +390,7 @@ class Report:
             name = f"{metric.title} against {along}"
             if panel.begun and name not in [one for one, *_ in found]:
                 caption = f"{metric.title} against {ABSCISSAS[along]}"
-                caption += busy_sign(panel) if along == "seconds" else ""
+                caption += tables.busy_sign(panel) if along == "seconds" else ""
                 found.append((name, caption[0].upper() + caption[1:], self._figure(panel, along, metric)))
         apart, inside = difference_dots(panel, self.width), internals(panel, self.width)
         if apart is not None:
@@ -437,9 +405,9 @@ class Report:
         base, level, compared = panel.baseline, None, metric is panel.metric
         if compared and base is not None and base.final is not None and math.isfinite(base.final.mean):
             level = figures.Level(base.final.mean, f"{base.title}, final", base.style)
-        x_label = ABSCISSAS[along] + (busy_sign(panel) if along == "seconds" else "")
+        x_label = ABSCISSAS[along] + (tables.busy_sign(panel) if along == "seconds" else "")
         rising = self.log == "auto" and metric.sign < 0  # an accuracy near 1 needs no logarithm
-        log: LogAxes = "none" if rising else self.log
+        log: figures.LogAxes = "none" if rising else self.log
         return figures.draw_curves(curves, x_label, metric.title, level=level, log=log, width=self.width)
 
 
@@ -474,7 +442,7 @@ def _failed(run: Run, records: Records) -> bool:
     return run.status(records.metric) not in ("complete", "missing") or bool(run.result.get("diagnosis"))
 
 
-def _environments(runs: Sequence[Run]) -> TextTable:
+def _environments(runs: Sequence[Run]) -> tables.TextTable:
     """Return a table with the values of every field of the runs' environments. Of more than four values, the first four
     are given, and the number of all others.
     """
@@ -485,7 +453,9 @@ def _environments(runs: Sequence[Run]) -> TextTable:
     texts = {
         key: [*list(found)[:4], *([f"and {len(found) - 4} more"] * (len(found) > 4))] for key, found in fields.items()
     }
-    return TextTable("", "", [], [[TableCell(key), TableCell("\n".join(lines))] for key, lines in texts.items()])
+    return tables.TextTable(
+        "", "", [], [[tables.TableCell(key), tables.TableCell("\n".join(lines))] for key, lines in texts.items()]
+    )
 
 
 def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
