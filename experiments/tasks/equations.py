@@ -80,20 +80,6 @@ class Equation(Component, ABC, family="equation"):
 Modes = NDArray[np.complex128]
 
 
-class _Step(NamedTuple):
-    """Coefficients of one step h, each an array [modes]: e = exp(hL), half = exp(hL/2), q, f1, f2 and f3.
-
-    The last four are the factors of the nonlinear terms in equations (26) to (29) of Cox & Matthews.
-    """
-
-    e: Modes
-    half: Modes
-    q: Modes
-    f1: Modes
-    f2: Modes
-    f3: Modes
-
-
 @dataclass(frozen=True)
 class FourierMethod:
     """v' = L v + D F[n(u)],  v = F[u] the Fourier coefficients of u, in steps of ETDRK4.
@@ -151,16 +137,21 @@ class FourierMethod:
         modes[self.points // 3 :] = 0
         return modes
 
-    def _stepped(self, v: Modes, c: _Step) -> Modes:
+    def _stepped(self, v: Modes, coefficients: tuple[Modes, ...]) -> Modes:
+        e, half, q, f1, f2, f3 = coefficients
         n_v = self._part(v)
-        a = c.half * v + c.q * n_v
+        a = half * v + q * n_v
         n_a = self._part(a)
-        b = c.half * v + c.q * n_a
+        b = half * v + q * n_a
         n_b = self._part(b)
-        n_c = self._part(c.half * a + c.q * (2 * n_b - n_v))
-        return c.e * v + c.f1 * n_v + 2 * c.f2 * (n_a + n_b) + c.f3 * n_c
+        n_c = self._part(half * a + q * (2 * n_b - n_v))
+        return e * v + f1 * n_v + 2 * f2 * (n_a + n_b) + f3 * n_c
 
-    def _coefficients(self, h: float) -> _Step:
+    def _coefficients(self, h: float) -> tuple[Modes, ...]:
+        """Return the coefficients of a step h, each an array [modes]: exp(hL), exp(hL/2), q, f1, f2 and f3.
+
+        The last four are the factors of the nonlinear terms in equations (26) to (29) of Cox & Matthews.
+        """
         linear = h * self.linear(self.waves).astype(np.complex128)
         circle = np.exp(2j * math.pi * (np.arange(32) + 0.5) / 32)
         z = linear[:, None] + circle
@@ -174,7 +165,7 @@ class FourierMethod:
                 (-4 - 3 * z - z**2 + e * (4 - z)) / z3,
             )
         ]
-        return _Step(np.exp(linear), np.exp(linear / 2), *mean)
+        return np.exp(linear), np.exp(linear / 2), *mean
 
 
 class AllenCahn(Equation):
