@@ -1295,8 +1295,9 @@ def _generalization(record: Record) -> Iterator[Finding]:
     last, reached, rise = rows[-1]["loss"], evaluations[-1], record.run.rise(METRICS["val_loss"])
     before, text = first, f"the validation loss ended at {reached:.4g}"
     if rise is not None:
-        before = next((row["loss"] for row in reversed(rows) if row["step"] <= rise.step), first)
-        text = f"the validation loss rose from {rise.best:.4g} (step {rise.step}) to {reached:.4g} at the end"
+        step, best = rise
+        before = next((row["loss"] for row in reversed(rows) if row["step"] <= step), first)
+        text = f"the validation loss rose from {best:.4g} (step {step}) to {reached:.4g} at the end"
     guess = record.guess if usual < reached else math.inf  # spares reading all labels
     flat = len(evaluations) > 1 and reached >= evaluations[0]
     learned = usual < (1 - (LEAST_FALL if flat else LEAST_RISEN)) * min(first, guess)
@@ -1310,7 +1311,7 @@ def _generalization(record: Record) -> Iterator[Finding]:
     if record.first_is_large:
         large = f"; an update had {record.first_step:.2g} times the norm of the weights, and {_HEALTHY} are healthy"
         yield Finding("learning rate", None, record.fastest, text + large)
-    yield Finding(kind, rise.step if rise and kind == "overfitting" else None, "", text)
+    yield Finding(kind, rise[0] if rise and kind == "overfitting" else None, "", text)
 
 
 def _failed_roots(record: Record) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from .figures import Curve, LostRun, styles_of
-from .records import Abscissa, Metric, Records, Rise, Run, TunedCell, cell_name, group_by, label_number
+from .records import Abscissa, Metric, Records, Run, TunedCell, cell_name, group_by, label_number
 from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, summarize
 
 
@@ -80,8 +80,8 @@ class ComparisonRow:
         return len(self.finals) > 2
 
     @cached_property
-    def rises(self) -> dict[int, Rise]:
-        """Best and last metric of each ended run whose metric got much worse after its best evaluation, by seed."""
+    def rises(self) -> dict[int, tuple[int, float]]:
+        """Step and metric of the best evaluation of each ended run whose metric got much worse after it, by seed."""
         return {run.seed: rise for run in self.runs if run.result and (rise := run.rise(self.metric)) is not None}
 
     @property

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from eigengraft.errors import ArgumentError, counted, name_some
 
@@ -84,19 +84,6 @@ ROSE = 0.1
 The improvement is that from the start of the run to the best evaluation. It counts as at least the size of the best
 value, because the best evaluation may be the first one. Noise of evaluations is below this share.
 """
-
-
-class Rise(NamedTuple):
-    """A metric that ended much worse than its best evaluation.
-
-    step: step of the best evaluation.
-    best: metric of the best evaluation.
-    last: metric of the last evaluation.
-    """
-
-    step: int
-    best: float
-    last: float
 
 
 @dataclass(frozen=True)
@@ -241,11 +228,11 @@ class Run:
         found = [(metric.sign * y, step) for step, y in self.evaluations(metric).items() if math.isfinite(y)]
         return (min(found)[1], metric.sign * min(found)[0]) if found else None
 
-    def rise(self, metric: Metric) -> Rise | None:
-        """Return the rise of a validation metric from its best to its last evaluation. Return None unless it is large.
+    def rise(self, metric: Metric) -> tuple[int, float] | None:
+        """Return the step and the value of the best evaluation if the last one is much worse, None otherwise.
 
-        The rise is large if it is above the share ROSE of the improvement from the start of the run to the best
-        evaluation. The result is None, too, for the training loss, and for a last evaluation that is not finite.
+        It is much worse if it has lost more than the share ROSE of the improvement from the start of the run to the
+        best evaluation. The result is None, too, for the training loss, and for a last evaluation that is not finite.
         """
         best, values = self.best(metric), list(self.evaluations(metric).values())
         if best is None or metric is TRAINING_LOSS or not math.isfinite(values[-1]):
@@ -254,7 +241,7 @@ class Run:
         starts = [metric.sign * y for y in (values[0], first) if y is not None and math.isfinite(y)]
         improved = max(starts, default=-math.inf) - metric.sign * best[1]
         lost = metric.sign * (values[-1] - best[1])
-        return Rise(*best, values[-1]) if lost > ROSE * max(improved, abs(best[1])) else None
+        return best if lost > ROSE * max(improved, abs(best[1])) else None
 
 
 def fault_file(run: Path) -> Path:
