@@ -137,7 +137,7 @@ def study_progress(
     done = runs - left
     with Meter(console) as meter:
         if prepared.phase == "tuning" and study.tune is not None:
-            meter.say(f"tuning {', '.join(study.tune.fields)}: {counted(left, 'run')}")
+            meter.say(f"tuning {', '.join(study.tune.space)}: {counted(left, 'run')}")
         if prepared.phase == "timing":
             meter.say(f"timing every cell: {counted(left, 'run')}")
         if done:

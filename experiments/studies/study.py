@@ -292,11 +292,11 @@ class Study(Component):
             )
         if self.tune is not None:
             self.tune.require_apart(self.seeds, self.axes)
-            if self.tuned_in and "lr" in self.tune.fields:
+            if self.tuned_in and "lr" in self.tune.space:
                 raise ValueError(
                     f"tuned_in: '{self.tuned_in}' cannot be combined with `tune`, which searches lr here; remove one"
                 )
-            if self.equal == "seconds" and "steps" in self.tune.fields:
+            if self.equal == "seconds" and "steps" in self.tune.space:
                 raise ValueError(
                     "tune.space: 'steps' cannot be combined with `equal: seconds`, which chooses the steps; remove one "
                     "of the two"

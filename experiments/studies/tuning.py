@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, final
 
@@ -68,22 +68,18 @@ class Tuning(Component, ABC, family="tuning"):
     seconds: float | None = Field(
         None, gt=0, description="training seconds in a cell after which no other value is tried; none: no limit"
     )
+    space: dict[str, Any] = Field(description="values to try, by the dotted path of their field")
 
     @final
     def require_apart(self, seeds: Iterable[int], axes: Iterable[str]) -> None:
         """Raise ValueError if the study shares a seed with the search, or has a field of the search as an axis."""
         for seed in sorted(set(self.seeds) & set(seeds)):
             raise ValueError(f"tune.seeds: seed {seed} is also a seed of the study; search with other seeds")
-        for field in self.fields:
+        for field in self.space:
             if field in axes:
                 raise ValueError(
                     f"tune.space: '{field}' is also an axis of the study; remove it from axes or from tune.space"
                 )
-
-    @property
-    @abstractmethod
-    def fields(self) -> Collection[str]:
-        """Dotted paths of the tuned fields."""
 
     @property
     @abstractmethod
@@ -301,10 +297,6 @@ class CoordinateDescent(Tuning):
         return read_space(space, RatioGrid)
 
     @property
-    def fields(self) -> Collection[str]:
-        return self.space
-
-    @property
     def rule(self) -> str:
         return (
             "Coordinate descent: the best values so far are compared with their neighbors on the grid, one field "
@@ -442,10 +434,6 @@ class Sampled(Tuning, ABC):
     @classmethod
     def _read(cls, space: Any) -> Any:
         return read_space(space, Range)
-
-    @property
-    def fields(self) -> Collection[str]:
-        return self.space
 
     @property
     def rule(self) -> str:
