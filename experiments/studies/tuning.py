@@ -183,14 +183,10 @@ class Range(Component):
 
     def value(self, fraction: float) -> float | int:
         """Return the value at `fraction`, from 0 to 1, of the way from `low` to `high`; with `log`, on a log scale."""
-        if self.integer:  # wider by 1/2 at each end: else rounding would give the ends only half of their share
-            low, high = self.low - 0.5, self.high + 0.5
-            found = low * (high / low) ** fraction if self.log else low + (high - low) * fraction
-            return int(min(max(round(found), self.low), self.high))
-        found = (
-            self.low * (self.high / self.low) ** fraction if self.log else self.low + (self.high - self.low) * fraction
-        )
-        return self.rounded(found)
+        wider = 0.5 if self.integer else 0.0  # else rounding would give the ends only half of their share
+        low, high = self.low - wider, self.high + wider
+        found = low * (high / low) ** fraction if self.log else low + (high - low) * fraction
+        return int(min(max(round(found), self.low), self.high)) if self.integer else self.rounded(found)
 
     def rounded(self, value: float) -> float | int:
         """Return a value rounded to six digits, or to a whole number, and limited to the range."""
