@@ -45,10 +45,7 @@ class ByteLM(Task):
     heads: HeadCount = Field(default=4, ge=1, le=64, description="attention heads; a divisor of width")
     context: int = Field(default=64, ge=2, le=8192, description="bytes per sequence")
     batch_size: int = Field(default=32, ge=1, description="sequences per step")
-    init: Init = Field(
-        default="standard",
-        description="initial weights; standard: as torch draws them; spectral: with spectral norms that suit any width",
-    )
+    init: Init = "standard"
     eval_sequences: int = Field(
         default=512, ge=1, description="validation sequences, evenly spaced in the validation text"
     )

@@ -34,10 +34,7 @@ class ImageClassifier(Task, ABC):
     model: Literal["mlp", "cnn"] = Field(default="mlp", description="multi-layer perceptron or convolutional network")
     layers: int = Field(default=2, ge=1, le=16, description="hidden layers, or convolutions")
     width: int = Field(default=64, ge=1, le=4096, description="units per hidden layer, or channels")
-    init: Init = Field(
-        default="standard",
-        description="initial weights; standard: as torch draws them; spectral: with spectral norms that suit any width",
-    )
+    init: Init = "standard"
     reports_accuracy: ClassVar[bool] = True
 
     def build(self) -> nn.Module:
@@ -194,10 +191,7 @@ class MNIST1D(Task):
     kind: Literal["mnist_1d"] = "mnist_1d"
     layers: int = Field(default=2, ge=1, le=16, description="hidden layers")
     width: int = Field(default=100, ge=1, le=4096, description="units per hidden layer")
-    init: Init = Field(
-        default="standard",
-        description="initial weights; standard: as torch draws them; spectral: with spectral norms that suit any width",
-    )
+    init: Init = "standard"
     batch_size: int = Field(default=100, ge=2, le=4000, description="signals per step")
     reports_accuracy: ClassVar[bool] = True
 

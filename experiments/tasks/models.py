@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Annotated, Literal, cast
 
 import torch
-from pydantic import AfterValidator, ValidationInfo
+from pydantic import AfterValidator, Field, ValidationInfo
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -127,7 +127,13 @@ def cnn(side: int, classes: int, layers: int, width: int) -> nn.Sequential:
     return model
 
 
-Init = Literal["standard", "spectral"]
+Init = Annotated[
+    Literal["standard", "spectral"],
+    Field(
+        description="initial weights; standard: as torch draws them; spectral: with spectral norms that suit any width"
+    ),
+]
+"""Rule for the initial weights of a task's model, see `initialized`."""
 
 
 def initialized(model: nn.Module, init: Init) -> nn.Module:
