@@ -437,20 +437,12 @@ def _overridden(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, 
     Overrides of `imports` are applied first, and the imports of the base experiment are executed. Then all other fields
     are changed.
     """
-    pairs = _pairs(overrides)
+    pairs = override_pairs(overrides, parse_yaml)
     data = assign_paths(data, [pair for pair in pairs if pair[0] == "base.imports"])
     base = data.get("base")
     if isinstance(base, Mapping):
         data["base"] = with_imports(base)
     return assign_paths(data, [pair for pair in pairs if pair[0] != "base.imports"])
-
-
-def _pairs(overrides: Iterable[str]) -> list[tuple[str, Any]]:
-    """Return (dotted path, value) of every override, with values in YAML."""
-    overrides = list(overrides)
-    for override in overrides:
-        parse_yaml(override.partition("=")[2], f"override '{override}'")  # names the override in an error
-    return override_pairs(overrides, parse_yaml)
 
 
 def split_axes(overrides: Iterable[str]) -> tuple[dict[str, list[Any]], list[str]]:
@@ -511,7 +503,7 @@ def _read_with(path: Path, overrides: list[str]) -> dict[str, Any]:
     base = load_experiment(path, [one.removeprefix("base.") for one in own if one not in of_study])
     one_cell: dict[str, Any] = {"recipe": {base.recipe.name or path.stem: {}}}
     data = {"name": path.stem, "base": base.model_dump(mode="json"), "axes": axes or one_cell}
-    return assign_paths(data, _pairs(of_study))
+    return assign_paths(data, override_pairs(of_study, parse_yaml))
 
 
 def shipped_studies() -> dict[str, Path]:

@@ -20,7 +20,7 @@ import eigengraft
 from eigengraft.component import OTHER_NAMES, Component, TextForm, validated
 from eigengraft.errors import RecipeError, did_you_mean, name_some, near_path
 from eigengraft.optimizers.recipe.loading import YAML_SUFFIXES, parse_yaml, raw_recipe, read_yaml
-from eigengraft.optimizers.recipe.overrides import apply_overrides, override_pairs, refuse_empty
+from eigengraft.optimizers.recipe.overrides import apply_overrides, override_pairs
 
 from ..tasks import Task
 from ..tasks.base import Autocast, GradientPass
@@ -324,11 +324,4 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
 
 def _path(override: str) -> str:
     """Return the path of an override. Raises RecipeError if the override is malformed."""
-    path, equals, text = override.partition("=")
-    if path.startswith("~") is bool(equals) or not all(part.strip() for part in path.removeprefix("~").split(".")):
-        raise RecipeError(
-            f"override '{override}': the form is dotted.path=value, as in steps=100, or ~dotted.path to remove it"
-        )
-    refuse_empty(override)
-    parse_yaml(text, f"override '{override}'")
-    return path.strip()
+    return override_pairs([override], parse_yaml)[0][0]

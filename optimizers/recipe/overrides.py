@@ -37,7 +37,7 @@ def json_value(text: str) -> Any:
     except json.JSONDecodeError as error:
         if text.startswith(("{", "[")):
             raise RecipeError(
-                f"overrides: the list or mapping {text} is not JSON ({error}); write names in double quotes, or give "
+                f"the list or mapping {text} is not JSON ({error}); write names in double quotes, or give "
                 "overrides as a mapping {path: value}"
             ) from None
         return float(text) if _NUMBER.fullmatch(text) else text
@@ -78,10 +78,15 @@ def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_valu
             )
         path, equals, text = str(override).partition("=")
         removes = path.startswith("~")
-        if removes is bool(equals) or not path.lstrip("~").strip():
-            raise RecipeError(f"override '{override}': it must have the form path.to.field=value, or ~path.to.field")
+        if removes is bool(equals) or not all(part.strip() for part in path.removeprefix("~").split(".")):
+            raise RecipeError(
+                f"override '{override}': the form is dotted.path=value, as in lr=0.1, or ~dotted.path to remove it"
+            )
         refuse_empty(str(override))
-        pairs.append((path.strip(), None if removes else parse(text.strip())))
+        try:
+            pairs.append((path.strip(), None if removes else parse(text.strip())))
+        except RecipeError as error:
+            raise RecipeError(f"override '{override}': {error}") from None
     return pairs
 
 

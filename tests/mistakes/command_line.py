@@ -13,7 +13,7 @@ COMMAND_LINES: tuple[tuple[str, tuple[object, ...]], ...] = (
         "train study.yaml",
         ("study.yaml", "eigengraft ablate study.yaml"),
     ),
-    ("train exp.yaml lr", ("lr", "dotted.path", 100)),
+    ("train exp.yaml lr", ("lr", "dotted.path", 0.1)),
     ("train exp.yaml =1", ("=1", "dotted.path")),
     ("train exp.yaml --lr 0.1", ("--lr",)),
     ("train exp.yaml lr=fast", ("lr", "fast")),

@@ -25,7 +25,7 @@ EXPERIMENTS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("{task: digits, recipe: soap, overrides: [update.rms.beta=0.9]}", ("rms", "update")),
     (
         "{task: digits, recipe: soap, overrides: update.x}",
-        ("update.x", "path.to.field"),
+        ("update.x", "dotted.path"),
     ),
     ("{task: digits, recipe: soap, steps: 9, schedule: {kind: cosine, warmup_steps: 9}}", ("steps",)),
     (

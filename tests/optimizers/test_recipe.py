@@ -297,9 +297,11 @@ def test_a_single_stage_is_addressed_as_if_in_a_list() -> None:
         ("lr.x=1", ("lr.x", "lr", 0.003)),
         ("about.x=1", ("about.x", "about")),
         ("lrr=1", ("lrr", "lr", 1)),
-        ("lr", ("lr", "path.to.field")),
-        ("=1", ("=1", "path.to.field")),
+        ("lr", ("lr", "dotted.path")),
+        ("=1", ("=1", "dotted.path")),
         ("rms.beta=1", ("rms.beta", "rms", "the top level")),
+        ("update..rms=1", ("update..rms=1", "dotted.path")),
+        ("update={a", ("update={a", "JSON")),
     ],
 )
 def test_wrong_overrides(override: str, says: tuple[object, ...]) -> None:
@@ -334,7 +336,7 @@ def test_a_path_without_a_level_is_answered_with_the_only_one_that_ends_so(path:
         ({"update.eigenbas.refresh.steps": 1}, ("update.eigenbas.refresh.steps", "eigenbas", "update")),
         ({"update.eigenbasis.inner.rms.beta": "0.5"}, ("update.eigenbasis.inner.rms.beta", "0.5")),
         ({" ": 1}, ("overrides", " ")),
-        ([3], ("3", "path.to.field")),
+        ([3], ("3", "dotted.path")),
         (3, ("overrides", "int")),
     ],
     ids=str,
