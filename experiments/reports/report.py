@@ -54,7 +54,8 @@ def difference_dots(panel: ComparisonPanel, width: float = figures.WIDTH) -> Fig
     axes = figure.add_subplot()
     axes.axvline(0.0, color=figures.LIGHT[0], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     for height, (row, found) in enumerate(rows):
-        _dot(axes, row.style, found, height)
+        style = {**figures.stroke(row.style), "linestyle": "-", "markersize": 5, "linewidth": 1.5, "capsize": 3}
+        axes.errorbar([found.mean], [height], xerr=_bar(found), **style)
     axes.set_yticks(range(len(rows)), titles)
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xlabel(label)
@@ -63,11 +64,6 @@ def difference_dots(panel: ComparisonPanel, width: float = figures.WIDTH) -> Fig
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", labelcolor=figures.INK)
     return figure
-
-
-def _dot(axes: Axes, style: int, found: Paired, height: int) -> None:
-    own = {**figures.stroke(style), "linestyle": "-", "markersize": 5, "linewidth": 1.5, "capsize": 3}
-    axes.errorbar([found.mean], [height], xerr=_bar(found), **own)
 
 
 def _bar(found: Paired) -> list[float] | None:

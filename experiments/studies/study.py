@@ -177,9 +177,6 @@ def require_known(where: str, noun: str, name: str, known: Iterable[str]) -> Non
         raise ValueError(f"{where}: unknown {noun} '{name}'{near} (known are {', '.join(known)})")
 
 
-_SHIPPED = Path(__file__).parent
-
-
 if TYPE_CHECKING:
     from ..reports.report import Report
 
@@ -508,7 +505,7 @@ def _read_with(path: Path, overrides: list[str]) -> dict[str, Any]:
 
 def shipped_studies() -> dict[str, Path]:
     """Return the paths of the studies that come with the package, by name."""
-    return {path.stem: path for path in sorted(_SHIPPED.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 
 def _existing(source: str | Path) -> Path:

@@ -496,7 +496,8 @@ class TPE(Sampled):
         )
 
     def draw(self, trials: Sequence[Trial], number: int) -> list[Values]:
-        optuna = _optuna()
+        optuna = import_optional("optuna", "tune.kind")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study()
         spaces = {path: _distribution(optuna, one) for path, one in self.space.items()}
         for trial in trials:
@@ -515,12 +516,6 @@ class TPE(Sampled):
                 {p: one.rounded(params[p]) if isinstance(one, Range) else params[p] for p, one in self.space.items()}
             )
         return drawn
-
-
-def _optuna() -> Any:
-    optuna = import_optional("optuna", "tune.kind")
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
 
 
 def _distribution(optuna: Any, one: Range | list[Scalar]) -> Any:

@@ -200,11 +200,10 @@ def with_imports(data: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-ExperimentSource = str | Path | Mapping[str, Any] | Experiment
-
-
 def load_experiment(
-    source: ExperimentSource, overrides: Iterable[str] | None = None, imports: Iterable[str] | None = None
+    source: str | Path | Mapping[str, Any] | Experiment,
+    overrides: Iterable[str] | None = None,
+    imports: Iterable[str] | None = None,
 ) -> Experiment:
     """Return an experiment from a YAML file, a mapping or an `Experiment`, with overrides applied.
 

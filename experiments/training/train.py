@@ -71,24 +71,20 @@ def extend_run(run: RunDirectory, experiment: Experiment) -> None:
     if known is None:
         raise RecipeError(f"{run.path}: there is no run to extend; train it first, without --extend")
     run.require_config({**known, "steps": experiment.steps}, experiment.model_dump(mode="json"))
-    if experiment.steps == known["steps"]:
+    steps = known["steps"]
+    if experiment.steps == steps:
         return
     with run.locked():
-        _extend(run, experiment, known)
-
-
-def _extend(run: RunDirectory, experiment: Experiment, known: dict[str, Any]) -> None:
-    steps = known["steps"]
-    found = describe_provenance(experiment.task.new_data().fingerprint, experiment)
-    require_provenance(run, found)
-    _require_extensible(run, experiment, steps)
-    shared = experiment.schedule.shared_steps(steps, experiment.steps)
-    kept = [step for step in run.checkpoints() if step < shared]
-    if not kept:
-        raise RecipeError(_no_checkpoint(run, experiment, steps, shared))
-    (run.path / "result.json").unlink(missing_ok=True)
-    run.keep_checkpoints(kept)
-    run.write("config", {**known, "steps": experiment.steps})
+        found = describe_provenance(experiment.task.new_data().fingerprint, experiment)
+        require_provenance(run, found)
+        _require_extensible(run, experiment, steps)
+        shared = experiment.schedule.shared_steps(steps, experiment.steps)
+        kept = [step for step in run.checkpoints() if step < shared]
+        if not kept:
+            raise RecipeError(_no_checkpoint(run, experiment, steps, shared))
+        (run.path / "result.json").unlink(missing_ok=True)
+        run.keep_checkpoints(kept)
+        run.write("config", {**known, "steps": experiment.steps})
 
 
 def _require_extensible(run: RunDirectory, experiment: Experiment, steps: int) -> None:
