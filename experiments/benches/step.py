@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from statistics import linear_regression, median
+from statistics import median
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -40,19 +40,7 @@ from .step_times import (
     step_times,
     take_turns,
 )
-from .view import (
-    BenchRows,
-    Panel,
-    Recommendation,
-    Row,
-    Table,
-    cell,
-    finite,
-    measured_rows,
-    milli,
-    reduction,
-    xy,
-)
+from .view import Panel, Recommendation, Row, Table, cell, finite, milli, reduction, xy
 
 Shapes = list[tuple[int, ...]]
 TURNS = 8
@@ -310,10 +298,6 @@ QUICK = len(STEP_CASES) - 2
 """Number of candidates of the quick run. The last two are left out, because torchao compiles its steps for minutes."""
 
 
-GROWTH = ("gpt:layers=2", "gpt:layers=8", "gpt:width=128", "gpt:width=512", "squares:size=16", "squares:size=64")
-"""Sets of parameters in which one dimension differs from its default, to measure how times grow with the dimension."""
-
-
 def parse_candidates(value: Any) -> Any:
     """Read "module:Class" as an optimizer of another library (a peer), and any other name as a recipe."""
     return tuple(
@@ -335,7 +319,7 @@ class StepBench(Bench):
         STEP_CASES, description="recipes and peers, or their names"
     )
     sets: Listed[str] = Field(
-        default=("gpt", "convolutions", "matrices", "squares", "embedding", *GROWTH),
+        default=("gpt", "convolutions", "matrices", "squares", "embedding"),
         description="sets of parameters: gpt, convolutions, matrices, squares, embedding, gpt2, or one of them with a "
         "dimension, as gpt:layers=8",
     )
@@ -505,9 +489,6 @@ class StepBench(Bench):
             )
         ]
 
-    def notes(self, rows: BenchRows) -> list[str]:
-        return [f"{name}: milliseconds ~ numbers^{value:.2f} over {varied}" for name, varied, value in slopes(rows)]
-
 
 def counted_ms(optimizer: Optimizer, card: Card) -> float:
     """Return an estimate of the milliseconds of an optimizer's step, computed from its operations and bytes.
@@ -521,24 +502,3 @@ def counted_ms(optimizer: Optimizer, card: Card) -> float:
     found = plan(optimizer.recipe, shapes, (1,), "ddp", parameters[0].dtype)
     traffic = 3.0 * sum(parameter.nbytes for parameter in parameters) + 2.0 * float(found.state[0])
     return card.milliseconds(float(found.work[0]), 0.0, traffic)
-
-
-def slopes(rows: BenchRows) -> list[tuple[str, str, float]]:
-    """Return the growth of the time of a step with the number of parameters, for each candidate and varied dimension.
-
-    Each item is (candidate, varied dimension such as gpt:layers, slope of log time over log number of parameters).
-    """
-    found = []
-    varied = [row for row in measured_rows(rows) if ":" in row["set"]]
-    for (name, dimension, _), own in group_by(
-        varied, lambda row: (row["candidate"], row["set"].partition("=")[0], row["interval"])
-    ).items():
-        if len({row["numbers"] for row in own}) > 1:
-            value = slope([row["numbers"] for row in own], [row["amortized"] for row in own])
-            found.append((name, dimension, value))
-    return found
-
-
-def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Return the least-squares slope of log y over log x."""
-    return linear_regression([math.log(value) for value in x], [math.log(value) for value in y]).slope

@@ -14,7 +14,6 @@ from eigengraft.experiments.benches.step import (
     counted_ms,
     initial_values,
     shape_set,
-    slope,
     turns_of_gradients,
 )
 from eigengraft.experiments.benches.step_times import held_bytes, step_times
@@ -65,10 +64,6 @@ def test_the_loop_makes_the_steps_of_the_recipe() -> None:
             optimizer.step()
     for x, y in zip(ours, loop, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-5)  # 25 steps of 0.01, each up to rounding in float32
-
-
-def test_slopes_are_exponents() -> None:
-    assert slope([10, 100, 1000], [2, 2 * 10**1.5, 2 * 10**3]) == pytest.approx(1.5)
 
 
 def test_sets_have_the_declared_sizes() -> None:
