@@ -8,29 +8,27 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..reports.figures import INK, LIGHT, log_ticks, stroke, style_axes
+from ..reports.figures import INK, LIGHT, legend_size, log_ticks, stroke, style_axes, wrap_legend
 from .view import BenchRows, Line, Panel, lines_of
 
-_LONGEST = 56
-"""Largest number of letters of a name in the legend. Longer names are cut."""
-_LETTERS = 150
-"""Largest number of letters in one row of the legend, which fills the width of the figure."""
+_WIDTH = 9.6
+"""Width of the figure in inches."""
 
 
 def draw_panels(panels: Sequence[Panel], rows: BenchRows) -> Figure:
     """Draw the panels side by side, in the style of the reports. One legend below them names every line once."""
     drawn = [lines_of(panel, rows) for panel in panels]
     names = list(dict.fromkeys(line.label for _, lines in drawn for line in lines))
-    shown = [name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…" for name in names]
-    columns = max(1, min(len(names), 4, _LETTERS // (8 + max(map(len, shown), default=1))))
-    figure = Figure(figsize=(9.6, 3.6 + 0.18 * math.ceil(len(names) / columns)), layout="constrained")
+    columns, lines_high = legend_size(names, _WIDTH, 4)
+    figure = Figure(figsize=(_WIDTH, 3.6 + 0.18 * lines_high), layout="constrained")
     handles = {}
     for place, (panel, (title, lines)) in enumerate(zip(panels, drawn, strict=True), start=1):
         axes = figure.add_subplot(1, len(panels), place)
         _draw(axes, panel, title, lines)
         handles.update(dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)))
     style = {"fontsize": 8.5, "labelcolor": INK, "framealpha": 0, "handlelength": 2.8}
-    figure.legend([handles[name] for name in names], shown, loc="outside lower center", ncols=columns, **style)
+    legend = figure.legend([handles[name] for name in names], names, loc="outside lower center", ncols=columns, **style)
+    wrap_legend(legend, _WIDTH)
     return figure
 
 
@@ -55,7 +53,7 @@ def _draw(axes: Axes, panel: Panel, title: str, lines: Sequence[Line]) -> None:
 
 def _line(axes: Axes, line: Line) -> list[tuple[float, float]]:
     """Draw a line and return its points, without points that logarithmic axes cannot show."""
-    drawn = [(x, y) for x, y in zip(line.x, line.y, strict=True) if min(x, y) > 0 and math.isfinite(x + y)]
+    drawn = [(x, y) for x, y in line.points if min(x, y) > 0 and math.isfinite(x + y)]
     x, y = [x for x, _ in drawn], [y for _, y in drawn]
     axes.plot(x, y, **stroke(line.style), linewidth=1.6, markersize=4.5, label=line.label)
     return drawn

@@ -125,12 +125,12 @@ class Line:
 
     label: name of the line in the legend.
     style: number that selects color, dashes and marker.
+    points: pairs (x, y) in the units of the axes.
     """
 
     label: str
     style: int
-    x: Sequence[float]
-    y: Sequence[float]
+    points: Sequence[tuple[float, float]]
 
 
 _MILLISECONDS = reduction("milliseconds")
@@ -190,10 +190,8 @@ def lines_of(panel: Panel, rows: BenchRows) -> tuple[str, list[Line]]:
     candidates, found = group_by(rows, lambda row: row["candidate"]), []
     for shift, (name, points) in enumerate(panel.lines.items()):
         for style, (candidate, own) in enumerate(candidates.items()):
-            pairs = list(points(own))
-            if pairs:
-                style_of_line = style + shift * len(candidates)
-                found.append(Line(name.format(candidate), style_of_line, [x for x, _ in pairs], [y for _, y in pairs]))
+            if pairs := list(points(own)):
+                found.append(Line(name.format(candidate), style + shift * len(candidates), pairs))
     return ", ".join(fixed), found
 
 

@@ -414,9 +414,9 @@ class TestAdvice:
         (_, price), (_, sweep) = (lines_of(panel, rows) for panel in bench.panels())
         own = [row for row in rows if row["size"] == 8]
         errors = sorted(row["root_error"] for row in own)
-        assert price[0].x == [own[0]["bytes"]] * 2 and price[0].y == [errors[1], errors[2]]
-        assert sweep[0].x == pytest.approx([10, 100])
-        assert sweep[0].y == [own[0]["root_error"], own[1]["root_error"]]
+        assert price[0].points == [(own[0]["bytes"], errors[1]), (own[0]["bytes"], errors[2])]
+        assert [x for x, _ in sweep[0].points] == pytest.approx([10, 100])
+        assert [y for _, y in sweep[0].points] == [own[0]["root_error"], own[1]["root_error"]]
 
 
 def call(*arguments: str) -> Result:
