@@ -25,7 +25,7 @@ from ..reports.records import group_by
 from . import view
 from .bench import Column, PositiveInts, Problem
 from .bench import label as label_of
-from .matrices import OWN_BETA, DampedBench, inverse_power, trained_factors, with_unit_norm
+from .matrices import OWN_BETA, DampedBench, matrix_power, trained_factors, with_unit_norm
 from .quantizers import INT4, StoredStack, parse_quantizers, quantizer_label, role_of
 from .roots import RootSolvers, default_solvers, ridgeless
 from .view import BenchRows, Panel, Recommendation, Row, Table
@@ -191,7 +191,7 @@ class BudgetBench(DampedBench):
         x: roots X_i that the optimizer would use, after decoding, `[N, d, d]`.
         a: factors A_i at the present step, `[N, d, d]`.
         """
-        y = inverse_power(self.damped(a), float(self.exponent))
+        y = matrix_power(self.damped(a), -float(self.exponent))
 
         def unit(z: Tensor) -> Tensor:
             return z / _squares(z, a).sqrt()[:, None, None]

@@ -369,11 +369,16 @@ def angle(x: Tensor, reference: Tensor) -> Tensor:
     return found
 
 
-def inverse_power(a: Tensor, exponent: float) -> Tensor:
-    """Return A^(-e), with e the exponent, in float64 for positive definite A `[N, d, d]`."""
+def matrix_power(a: Tensor, exponent: float, floor: float | None = None) -> Tensor:
+    """Return A^p, with p the exponent, in float64 for positive definite A `[..., d, d]`.
+
+    floor: eigenvalues below this many times the largest are first raised to this bound; None: they are not.
+    """
     values, q = torch.linalg.eigh(a.double())
-    root: Tensor = (q * values.unsqueeze(1).pow(-exponent)) @ q.mT
-    return root
+    if floor is not None:
+        values = values.maximum(floor * values[..., -1:])
+    power: Tensor = (q * values.unsqueeze(-2).pow(exponent)) @ q.mT
+    return power
 
 
 def worst_of(values: Tensor) -> float:

@@ -19,7 +19,7 @@ from eigengraft.preconditioners import RootSolver
 from eigengraft.preconditioners.algebra.exponents import Rational
 
 from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, Problem, default_members, kinds_as, label
-from .matrices import DampedBench, MatrixSource, angle, inverse_power, relative_error, worst_of
+from .matrices import DampedBench, MatrixSource, angle, matrix_power, relative_error, worst_of
 from .view import Panel, Recommendation, Row, Table, at_worst, cell, degrees, milli, per, reduction, scientific
 
 _PREFERRED: tuple[Declaration, ...] = ({"kind": "eigh"}, {"kind": "eigh", "precision": "float64"})
@@ -104,7 +104,7 @@ class RootBench(DampedBench):
         found = candidate.root(stack, exponent)
         ok = found.ok & found.value.isfinite().all(-1).all(-1)
         x, a = found.value[ok].double(), stack[ok].double()
-        reference, eigenvalues = inverse_power(a, float(exponent)), torch.linalg.eigvalsh(stack.double())
+        reference, eigenvalues = matrix_power(a, -float(exponent)), torch.linalg.eigvalsh(stack.double())
         powers = torch.linalg.matrix_power(x, exponent.denominator) @ torch.linalg.matrix_power(a, exponent.numerator)
         rest = powers - torch.eye(stack.shape[-1], dtype=x.dtype, device=x.device)
         definite = torch.linalg.eigvalsh((x + x.mT) / 2)[:, :1].amin(-1) > 0

@@ -27,7 +27,7 @@ from eigengraft.slots import State, StateKey
 from eigengraft.step_context import StepContext
 
 from .bench import DTYPES, Column, Declaration, PositiveInts, Problem, default_members, kinds_as, label
-from .matrices import GRADIENT_LAYERS, OwnMatrices, layer_gradients, run_gradients
+from .matrices import GRADIENT_LAYERS, OwnMatrices, layer_gradients, matrix_power, run_gradients
 from .view import BenchRows, Panel, Recommendation, Row, Table, cell, finite, milli, only, per, reduction
 
 
@@ -54,20 +54,13 @@ class StageRunner:
 
 
 _FLOOR = 1e-12
+"""Eigenvalues of a factor below this many times the largest are raised to this bound before powers are computed."""
 
 
 def second_moment(g: Tensor) -> Tensor:
     """Return C = E[vec G vec G^T], the mean over gradients G `[K, m, n]`."""
     flat = g.flatten(1)
     return flat.T @ flat / len(g)
-
-
-def power(a: Tensor, exponent: float) -> Tensor:
-    """Return A^p, with p the exponent. Eigenvalues below 1e-12 times the largest are first raised to this bound."""
-    values, q = torch.linalg.eigh(a)
-    powers = values.clamp_min(_FLOOR * values[-1]).pow(exponent)
-    result: Tensor = (q * powers) @ q.T
-    return result
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -219,7 +212,7 @@ class StatisticBench(OwnMatrices):
                 time = self.milliseconds(partial(self._one_interval, runner, gradient))
                 for layer, name in enumerate(given.names):
                     left, right, c = factors[0][layer], factors[1][layer], given.moments[layer]
-                    roots = power(left, 0.5), power(right, 0.5)
+                    roots = matrix_power(left, 0.5, _FLOOR), matrix_power(right, 0.5, _FLOOR)
                     yield {
                         "layer": name,
                         "samples": k,

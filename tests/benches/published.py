@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eigengraft.experiments.benches import statistics as kronecker
+from eigengraft.experiments.benches.matrices import matrix_power
+
+FLOOR = 1e-12
+"""Ratio to the largest eigenvalue to which smaller eigenvalues are raised before powers, as in the bench."""
 
 
 def gram_factors(g: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,8 +24,8 @@ def fixed_point(g: Tensor, q: float, rounds: int = 30) -> tuple[Tensor, Tensor]:
     m, n = g.shape[1:]
     left, right = torch.eye(m, dtype=g.dtype), torch.eye(n, dtype=g.dtype)
     for _ in range(rounds):
-        whitened = g @ kronecker.power(right, q - 1)
-        left = torch.einsum("kij,klj->il", whitened, g) / len(g) / kronecker.power(right, q).trace()
-        whitened = kronecker.power(left, q - 1) @ g
-        right = torch.einsum("kij,kil->jl", whitened, g) / len(g) / kronecker.power(left, q).trace()
+        whitened = g @ matrix_power(right, q - 1, FLOOR)
+        left = torch.einsum("kij,klj->il", whitened, g) / len(g) / matrix_power(right, q, FLOOR).trace()
+        whitened = matrix_power(left, q - 1, FLOOR) @ g
+        right = torch.einsum("kij,kil->jl", whitened, g) / len(g) / matrix_power(left, q, FLOOR).trace()
     return left, right

@@ -15,7 +15,7 @@ from eigengraft.errors import RecipeError
 from eigengraft.experiments.benches import BudgetBench, load_bench, run_bench
 from eigengraft.experiments.benches.matrices import (
     gradients_of,
-    inverse_power,
+    matrix_power,
     saved_factors,
     trained_factors,
     with_unit_norm,
@@ -147,7 +147,7 @@ def test_the_budget_is_the_cheapest_choice_within_the_bound() -> None:
     for axis in range(2):
         now, before = trained_factors("run.yaml", (6, 4), 0.95)[f"{layer} factor.{axis}"]
         x, y = (
-            inverse_power(unit + 1e-4 * torch.eye(len(unit[0])), 0.25)[0] for unit in map(with_unit_norm, (before, now))
+            matrix_power(unit + 1e-4 * torch.eye(len(unit[0])), -0.25)[0] for unit in map(with_unit_norm, (before, now))
         )
         a = with_unit_norm(now)[0]
         cosine = (x @ a @ y).trace() / ((x @ a @ x).trace() * (y @ a @ y).trace()).sqrt()
