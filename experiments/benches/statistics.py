@@ -12,6 +12,7 @@ All these tensors are in float64.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from fractions import Fraction
 from functools import partial
 from statistics import fmean
@@ -45,6 +46,11 @@ class StageRunner:
         """Run the stage on one gradient `[N, *block]`."""
         self.steps += 1
         run_chain((self.stage,), self.state, gradient, gradient, self.context(gradient.device))
+
+    def repeat(self, gradient: Tensor, steps: int) -> None:
+        """Run the stage on the same gradient for a number of steps."""
+        for _ in range(steps):
+            self.step(gradient)
 
     def context(self, device: torch.device) -> StepContext:
         """Return the context that the stage receives: the number of steps and the seed of each block, and lr = 1."""
@@ -209,7 +215,7 @@ class StatisticBench(OwnMatrices):
             runner.step(gradient)
             if k in self.samples:
                 factors = self._factors(runner, stage, candidate, given.moments)
-                time = self.milliseconds(partial(self._one_interval, runner, gradient))
+                time = self.milliseconds(partial(deepcopy(runner).repeat, gradient, self.every))
                 for layer, name in enumerate(given.names):
                     left, right, c = factors[0][layer], factors[1][layer], given.moments[layer]
                     roots = matrix_power(left, 0.5, _FLOOR), matrix_power(right, 0.5, _FLOOR)
@@ -222,20 +228,6 @@ class StatisticBench(OwnMatrices):
                         "gain_spread": gain_spread(given.unseen[:, layer], left, right),
                         "milliseconds": time / self.every / layers,
                     }
-
-    def _one_interval(self, runner: StageRunner, gradient: Tensor) -> None:
-        """Run the stage for `every` steps, the interval between refreshes. Then restore its state and step number.
-
-        The function is run to be timed.
-
-        gradient: gradient of all layers, `[layers, d, d]`, the same in each step.
-        """
-        saved, steps = {name: tensor.clone() for name, tensor in runner.state.tensors.items()}, runner.steps
-        for _ in range(self.every):
-            runner.step(gradient)
-        for name, tensor in runner.state.tensors.items():
-            tensor.copy_(saved[name])
-        runner.steps = steps
 
     def _factors(
         self, runner: StageRunner, stage: Shampoo, statistic: Statistic, moments: Tensor
