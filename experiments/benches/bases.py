@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eigengraft.preconditioners import BasisSolver
 
-from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, PositiveInts, Problem, default_members, label
+from .bench import Column, Declaration, Listed, MatrixDtypes, PositiveInts, Problem, default_members, label
 from .matrices import (
     Geometric,
     MatrixBench,
@@ -123,8 +123,8 @@ class BasisBench(MatrixBench):
                     yield label(spectrum), size, partial(self.drifting_statistic, spectrum, size)
 
     def _cast(self, path: Any, dtype: str) -> list[Tensor]:
-        return [with_unit_norm(a).to(self.target_device(), DTYPES[dtype]) if self.own else
-                a.to(self.target_device(), DTYPES[dtype]) for a in path()]  # fmt: skip
+        return [with_unit_norm(a).to(self.target_device(), getattr(torch, dtype)) if self.own else
+                a.to(self.target_device(), getattr(torch, dtype)) for a in path()]  # fmt: skip
 
     def drifting_statistic(self, spectrum: Synthetic, d: int) -> list[Tensor]:
         """Return the statistic `[N, d, d]` at every refresh, in float64, bias corrected.

@@ -120,10 +120,6 @@ def _short(value: Any, usual: Callable[[str], Declaration]) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-"""Dtypes of matrices by the names that declarations use."""
-
-
 def parse_shapes(value: Any) -> Any:
     """Return the shapes that a list declares, as a tuple of pairs (m, n).
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eigengraft.preconditioners import PolarSolver
 
-from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, MatrixShapes, Problem, default_members, label
+from .bench import Column, Declaration, Listed, MatrixDtypes, MatrixShapes, Problem, default_members, label
 from .matrices import LONGEST, OwnMatrices, gradients_of, orthogonal, relative_error, worst_of
 from .view import Panel, Recommendation, Row, Table, cell, milli, only, per, reduction, scientific, xy
 
@@ -99,7 +99,7 @@ class PolarBench(OwnMatrices):
 
     def _cast(self, make: Any, dtype: str) -> tuple[Tensor, Tensor]:
         g, exact = make()
-        return g.to(self.target_device(), DTYPES[dtype]), exact.to(self.target_device())
+        return g.to(self.target_device(), getattr(torch, dtype)), exact.to(self.target_device())
 
     def _matrices(self, shape: tuple[int, int], condition: float) -> tuple[Tensor, Tensor]:
         """Return random matrices G and their polar factors U V^T in float64, each `[N, m, n]`.

@@ -26,7 +26,7 @@ from eigengraft.quantization import Quantizer
 from eigengraft.slots import Encoded, Role, Slot
 
 from . import view
-from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, PositiveInts, Problem, defaults, label, listed
+from .bench import Column, Declaration, Listed, MatrixDtypes, PositiveInts, Problem, defaults, label, listed
 from .matrices import DampedBench, MatrixSource, Synthetic, angle, orthogonal, relative_error, worst_of
 from .view import BenchRows, Panel, Recommendation, Row, Table
 
@@ -196,7 +196,7 @@ class QuantizerBench(DampedBench):
         if isinstance(spectrum, Synthetic):
             # The drawn eigenvectors replace those of `eigh`, which differ from them where eigenvalues are equal.
             values, vectors = spectrum.eigenvalues(d).expand(len(a), d), orthogonal(len(a), d, self.seed)
-        settings = (self.exponent, self.ridge, self.target_device(), DTYPES[dtype], times)
+        settings = (self.exponent, self.ridge, self.target_device(), getattr(torch, dtype), times)
         return StorageProblem(a, values, vectors, *settings)
 
     def label(self, candidate: Quantizer) -> str:
@@ -297,7 +297,7 @@ def _keep(spectra: set[str] | None, saving: bool) -> Callable[[Row], bool]:
     """
 
     def keep(row: Row) -> bool:
-        saves = row["bytes"] < DTYPES[row["dtype"]].itemsize
+        saves = row["bytes"] < getattr(torch, row["dtype"]).itemsize
         return (spectra is None or row["spectrum"] in spectra) and (saves or not saving)
 
     return keep

@@ -18,7 +18,7 @@ from torch import Tensor
 from eigengraft.preconditioners import RootSolver
 from eigengraft.preconditioners.algebra.exponents import Rational
 
-from .bench import DTYPES, Column, Declaration, Listed, MatrixDtypes, Problem, default_members, kinds_as, label
+from .bench import Column, Declaration, Listed, MatrixDtypes, Problem, default_members, kinds_as, label
 from .matrices import DampedBench, MatrixSource, angle, matrix_power, relative_error, worst_of
 from .view import Panel, Recommendation, Row, Table, at_worst, cell, degrees, milli, per, reduction, scientific
 
@@ -91,7 +91,7 @@ class RootBench(DampedBench):
 
     def _matrices(self, source: MatrixSource, dtype: str, exponent: Fraction) -> tuple[Tensor, Fraction] | None:
         a = source.stack()
-        return None if a is None else (self.damped(a).to(self.target_device(), DTYPES[dtype]), exponent)
+        return None if a is None else (self.damped(a).to(self.target_device(), getattr(torch, dtype)), exponent)
 
     def label(self, candidate: RootSolver) -> str:
         return label(candidate, ridgeless)

@@ -27,7 +27,7 @@ from eigengraft.preconditioners import Eigh, Every, Shampoo, Stage, Statistic, c
 from eigengraft.slots import State, StateKey
 from eigengraft.step_context import StepContext
 
-from .bench import DTYPES, Column, Declaration, PositiveInts, Problem, default_members, kinds_as, label
+from .bench import Column, Declaration, PositiveInts, Problem, default_members, kinds_as, label
 from .matrices import GRADIENT_LAYERS, OwnMatrices, layer_gradients, matrix_power, run_gradients
 from .view import BenchRows, Panel, Recommendation, Row, Table, cell, finite, milli, only, per, reduction
 
@@ -209,7 +209,7 @@ class StatisticBench(OwnMatrices):
         solver = Eigh(eps=1e-6, relative=True, deficiency="add")
         cadence = Every(steps=self.every, start=self.start, stagger="none")
         stage = Shampoo(statistic=candidate, exponent=Fraction(1, 2), solver=solver, refresh=cadence)
-        seen, layers = given.seen.to(self.target_device(), DTYPES[self.dtype]), len(given.names)
+        seen, layers = given.seen.to(self.target_device(), getattr(torch, self.dtype)), len(given.names)
         runner = StageRunner(stage, (self.width, self.width), layers, seen)
         for k, gradient in enumerate(seen, start=1):
             runner.step(gradient)
