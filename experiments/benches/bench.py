@@ -8,7 +8,6 @@ recommendations. Candidates are components. The declaration of a component is it
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from eigengraft.errors import RecipeError
 from eigengraft.optimizers.recipe.loading import read_yaml
 
 from ..files import write_text
+from ..training.outcome import finite_or_none
 from ..training.parallel import DeviceName, local_device
 from .view import Panel, Recommendation, Row, Table, recommend
 
@@ -380,12 +380,8 @@ def load_bench(kind: str, fields: Mapping[str, Any], quick: bool = False, more: 
 
 def write_rows(rows: Iterable[Row], path: Path) -> None:
     """Write one JSON object per line. NaN and infinity, which JSON does not have, become null."""
-    lines = (json.dumps({key: _finite_or_none(value) for key, value in row.items()}) for row in rows)
-    write_text(path, "".join(f"{line}\n" for line in lines))
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    plain = ({k: finite_or_none(v) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    write_text(path, "".join(f"{json.dumps(row)}\n" for row in plain))
 
 
 def first_line(error: Exception) -> str:
