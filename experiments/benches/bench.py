@@ -30,16 +30,15 @@ from .view import Panel, Recommendation, Row, Table, recommend
 Declaration = Mapping[str, Any]
 
 
-def defaults(family: type[Component], preferred: Iterable[Declaration]) -> tuple[Declaration, ...]:
+def defaults(family: type[Component], preferred: Collection[Declaration]) -> tuple[Declaration, ...]:
     """Return the default candidates of a bench as declarations: mappings with the `kind` of a component and its fields.
 
-    First come the declarations in `preferred` whose kind is registered in the family. Then come all other kinds of the
-    family whose fields all have defaults, each without fields.
+    First come the declarations in `preferred`. Then come all other kinds of the family whose fields all have defaults,
+    each without fields.
     """
-    chosen = [declared for declared in preferred if declared["kind"] in family.members]
-    kinds = {declared["kind"] for declared in chosen}
+    kinds = {declared["kind"] for declared in preferred}
     others = [kind for kind in sorted(family.members) if kind not in kinds and _needs_no_field(family.members[kind])]
-    return (*chosen, *({"kind": kind} for kind in others))
+    return (*preferred, *({"kind": kind} for kind in others))
 
 
 def kind_alone(kind: str) -> Declaration:
@@ -49,7 +48,7 @@ def kind_alone(kind: str) -> Declaration:
 
 def default_members(
     family: type[Component],
-    preferred: Iterable[Declaration],
+    preferred: Collection[Declaration],
     usual: Callable[[str], Declaration] = kind_alone,
     keep: Callable[[Any], bool] = bool,
 ) -> Callable[[], tuple[Any, ...]]:

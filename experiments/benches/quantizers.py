@@ -94,14 +94,9 @@ def quantizer_label(quantizer: Quantizer) -> str:
 
 def default_quantizers() -> tuple[Quantizer, ...]:
     """Return the quantizers that can store factors: the preferred ones, then all others without required fields."""
-    declared = map(without_least_size, defaults(Quantizer, filter(_known, _PREFERRED)))
+    declared = map(without_least_size, defaults(Quantizer, _PREFERRED))
     made = (validated(Quantizer, item) for item in declared)  # type: ignore[type-abstract]
     return tuple(quantizer for quantizer in made if role_of(quantizer, 64, ("statistic", "basis")) is not None)
-
-
-def _known(declared: Declaration) -> bool:
-    inner = declared.get("inner")
-    return declared["kind"] in Quantizer.members and (inner is None or _known(inner))
 
 
 def role_of(quantizer: Quantizer, size: int, roles: Iterable[Role]) -> Role | None:
