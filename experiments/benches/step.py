@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import importlib
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -28,6 +26,7 @@ from eigengraft.optimizers.plan.plan import plan
 
 from ..reports.records import group_by
 from ..track.cost import Card
+from ..training.imports import import_component
 from .bench import Bench, Column, Listed, PositiveInts, Problem, first_line, listed
 from .step_times import (
     CLOCKS,
@@ -216,13 +215,7 @@ class StepCase(Component):
 
     def _peer_class(self) -> Any:
         where, _, name = str(self.peer).rpartition(":")
-        if where.endswith(".py"):
-            path = Path(where).resolve()
-            if not path.is_file():
-                raise RecipeError(f"peer: '{where}' is not a file; give the path of an existing file")
-            sys.path.insert(0, str(path.parent))
-            where = path.stem
-        module = importlib.import_module(where)
+        module = import_component(where) if where.endswith(".py") else importlib.import_module(where)
         if not hasattr(module, name):
             raise RecipeError(f"peer: '{where}' has no class '{name}'; give a class that '{where}' defines")
         return getattr(module, name)
