@@ -105,28 +105,12 @@ def _numel(model: str) -> int:
 def _work(declared: str, model: str) -> tuple[float, float, float]:
     """Return operations in float32, operations in bfloat16, and bytes that the optimizer reads and writes in a step.
 
-    All layers of a model have the same shapes, so that each number is linear in the number of layers. It is
-    extrapolated from models of one and of two layers.
-
     declared: the recipe as JSON.
     model: name of the model in `MODELS`.
     """
-    recipe = load_recipe(json.loads(declared))
-    (one, two), layers = (_planned(recipe, model, layers) for layers in (1, 2)), MODELS[model].layers
-    full, half, state = (a + (layers - 1) * (b - a) for a, b in zip(one, two, strict=True))
-    return full, half, 12.0 * _numel(model) + 2.0 * state
-
-
-def _planned(recipe: Recipe, model: str, layers: int) -> tuple[float, float, float]:
-    """Return operations in float32 and in bfloat16 of a step of a model with `layers` layers, and bytes of state."""
-    infos = _parameters(model, layers)
+    recipe, infos = load_recipe(json.loads(declared)), list(known(MODELS[model].shapes()))
     found, half = plan(recipe, infos, (1,), "ddp"), _half_operations(recipe, infos)
-    return float(found.work[0]) - half, half, float(found.state[0])
-
-
-@cache
-def _parameters(model: str, layers: int) -> tuple[ParamInfo, ...]:
-    return tuple(known(MODELS[model]._replace(layers=layers).shapes()))
+    return float(found.work[0]) - half, half, 12.0 * _numel(model) + 2.0 * float(found.state[0])
 
 
 def _half_operations(recipe: Recipe, infos: Sequence[ParamInfo]) -> float:
