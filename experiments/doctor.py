@@ -40,7 +40,6 @@ from .run_log import ends_lost, is_lost, rows_with
 from .tasks.base import generator, number_classes
 from .training.divergence import WORSE, Fault, FaultCause, worse_than_at_first
 from .training.experiment import Experiment, load_experiment
-from .training.outcome import Result
 from .training.rundir import RunDirectory
 
 LARGE_STEP = 0.3
@@ -121,9 +120,9 @@ BEGAN = 100
 this many times as large as that of every other layer."""
 
 QUICK_DATA = 2**26
-"""Largest size of data, in bytes, that `diagnose_result` loads again. Loading 64 MiB takes about a second."""
+"""Largest size of data, in bytes, that `is_quick` accepts. Loading 64 MiB takes about a second."""
 QUICK_STEP = 1e3
-"""Largest time of a step, in milliseconds, of runs whose first batch `diagnose_result` computes again."""
+"""Largest time of a step, in milliseconds, that `is_quick` accepts."""
 QUICK_STUDY = 1.0
 """Seconds after which `diagnose_study` loads no further task."""
 
@@ -617,9 +616,9 @@ def diagnose_all(directory: str | Path, with_task: bool = True) -> list[Diagnosi
 def diagnose_study(directory: str | Path) -> list[Diagnosis]:
     """Find the faults of all runs of a study, as `diagnose_all` does, in about a second.
 
-    The task of a run is loaded only if this is quick, by the rule of `diagnose_result`, and fewer than QUICK_STUDY
-    seconds have passed. The first runs of all cells are diagnosed first, so that their tasks are loaded. Diagnoses of
-    runs whose task was not loaded have a note that says so.
+    The task of a run is loaded only if this is quick (`is_quick`), and fewer than QUICK_STUDY seconds have passed. The
+    first runs of all cells are diagnosed first, so that their tasks are loaded. Diagnoses of runs whose task was not
+    loaded have a note that says so.
 
     Returns a diagnosis for each run that has started, in the order of the study.
     """
@@ -627,32 +626,18 @@ def diagnose_study(directory: str | Path) -> list[Diagnosis]:
     cells = group_by(runs, lambda run: tuple(run.labels.values())).values()
     found, start, elapsed = dict[Path, Diagnosis](), perf_counter(), 0.0
     for run in filter(None, chain.from_iterable(zip_longest(*cells))):
-        undivided = run.config.get("device") == "cpu" and run.config.get("accumulate") is None
-        quick = _is_quick(run.directory, undivided, run.result.get("step_ms", math.inf))
-        found[run.directory] = diagnose(run.directory, quick and elapsed < QUICK_STUDY)
+        found[run.directory] = diagnose(run.directory, is_quick(run) and elapsed < QUICK_STUDY)
         elapsed = perf_counter() - start
     return [found[run.directory] for run in runs]
 
 
-def _is_quick(directory: Path, undivided: bool, step_ms: float) -> bool:
-    """Return True if the task of a run can be loaded again quickly, by the rule of `diagnose_result`.
-
-    directory: directory of the run.
-    undivided: True if the run was on the CPU, and its batches were not split into micro-batches.
-    step_ms: milliseconds of a step.
+def is_quick(run: Run) -> bool:
+    """Return True if the task of a run can be loaded again quickly: the data have at most QUICK_DATA bytes, the run was
+    on the CPU, its steps took at most QUICK_STEP milliseconds, and its batches were not split into micro-batches.
     """
-    size = read_object(directory / "env.json").get("data", {}).get("size", math.inf)
+    size, step_ms = run.environment.get("data", {}).get("size", math.inf), run.result.get("step_ms", math.inf)
+    undivided = run.config.get("device") == "cpu" and run.config.get("accumulate") is None
     return bool(undivided and size <= QUICK_DATA and step_ms <= QUICK_STEP)
-
-
-def diagnose_result(directory: str | Path, experiment: Experiment, result: Result) -> Diagnosis:
-    """Find the faults of a run that has ended, as `diagnose` does. The task is loaded only if this is quick.
-
-    It is quick if the data have at most QUICK_DATA bytes, the run was on the CPU, its steps took at most QUICK_STEP
-    milliseconds, and its batches were not split into micro-batches.
-    """
-    undivided = experiment.device == "cpu" and experiment.accumulate is None
-    return diagnose(directory, _is_quick(Path(directory), undivided, result.step_ms))
 
 
 def diagnose(directory: str | Path, with_task: bool = True) -> Diagnosis:

@@ -196,7 +196,8 @@ def train_command(
     ] = None,
 ) -> None:
     """Do one training run; the same command again continues a stopped run."""
-    from ..doctor import diagnose_result
+    from ..doctor import diagnose, is_quick
+    from ..reports.records import Run
     from ..training.experiment import load_experiment
     from ..training.parallel import is_first_process
     from ..training.train import train
@@ -216,7 +217,7 @@ def train_command(
         raise KeyboardInterrupt(directory) from None
     if is_first_process():
         typer.echo(f"{describe_result(result)}\n{directory}")
-        if found := diagnose_result(directory, loaded, result):
+        if found := diagnose(directory, is_quick(Run({}, 0, directory))):
             kinds = ", ".join(dict.fromkeys(one.kind for one in found.findings))
             checks = ", and checks the data" if found.notes else ""
             typer.echo(f"something went wrong: {kinds}; `eigengraft doctor {directory}` says what to do{checks}")

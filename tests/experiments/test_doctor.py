@@ -22,12 +22,12 @@ from eigengraft.experiments.doctor import (
     Record,
     diagnose,
     diagnose_all,
-    diagnose_result,
     diagnose_study,
+    is_quick,
 )
 from eigengraft.experiments.files import read_object
 from eigengraft.experiments.first_batch import _large_layer, gradient_end, uneven_inputs
-from eigengraft.experiments.reports.records import error_line
+from eigengraft.experiments.reports.records import Run, error_line
 from eigengraft.experiments.studies import running
 from eigengraft.experiments.tasks import Batch, Dataset, Examples, Fingerprint, Task, TaskError
 from eigengraft.experiments.tasks.base import generator
@@ -495,10 +495,10 @@ def test_the_end_of_a_run_loads_its_task_only_if_this_is_quick(
     fields: dict[str, Any], size: int, loaded: bool, tmp_path: Path
 ) -> None:
     experiment = patient("softmax", **fields)
-    result = train(experiment, tmp_path)
+    train(experiment, tmp_path)
     env = read_object(tmp_path / "env.json")
     (tmp_path / "env.json").write_text(json.dumps({**env, "data": {**env["data"], "size": size}}))
-    assert bool(diagnose_result(tmp_path, experiment, result)) == loaded
+    assert bool(diagnose(tmp_path, is_quick(Run({}, 0, tmp_path)))) == loaded
 
 
 @pytest.mark.parametrize(("task", "named"), [({"kind": "text"}, False), ({"kind": "text", "init": "standard"}, True)])
