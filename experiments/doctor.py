@@ -1228,7 +1228,9 @@ def _first_batch(record: Record, notes: list[str], sick: bool) -> Iterator[Findi
         notes.append(start.unchecked)
     if start.unscaled and (sick or start.is_large or _learned_poorly(record, start)):
         yield Finding("inputs", 1, "", start.unscaled)
-    elif start.is_large_by_columns or (start.uneven and _only_learned_poorly(record, start, sick)):
+    elif start.is_large_by_columns or (
+        start.uneven and not sick and not start.is_large and _learned_poorly(record, start)
+    ):
         yield Finding("inputs", 1, "", start.uneven)
     elif start.is_large:
         text = f"the loss before the first step is {start.loss:.3g}, and that of a uniform guess among {start.classes}"
@@ -1253,14 +1255,6 @@ def _learned_poorly(record: Record, start: FirstBatch) -> bool:
 def _is_worse_than_mean(record: Record, start: FirstBatch) -> bool:
     """Return True if the last loss of a regression is above WORSE times that of the mean of the targets."""
     return record.last_loss is not None and record.last_loss > WORSE * start.constant
-
-
-def _only_learned_poorly(record: Record, start: FirstBatch, sick: bool) -> bool:
-    """Return True if the model learned poorly although its first loss was not large and no other check found a fault.
-
-    sick: True if another check found a fault.
-    """
-    return not sick and not start.is_large and _learned_poorly(record, start)
 
 
 def _generalization(record: Record) -> Iterator[Finding]:
