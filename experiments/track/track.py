@@ -3,7 +3,6 @@ data, its tables of entries and of runs, and the scores of entries."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from ruamel.yaml import YAML
 
 from eigengraft.component import Component, validated
-from eigengraft.optimizers.recipe.loading import raw_recipe, read_yaml, shipped_recipes
+from eigengraft.optimizers.recipe.loading import raw_recipe, read_yaml, shipped_recipes, write_yaml
 
 from ..files import make_directory, write_text
 from ..reports.records import RESULT_NUMBERS
@@ -157,16 +155,11 @@ def table_text(entries: Iterable[TrackEntry]) -> str:
 
     An entry with few fields has one line.
     """
-    stream, writer = io.StringIO(), YAML(typ="safe")
-    writer.default_flow_style = None
-    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    writer.width = 120
     rows = {
         entry.name: {**entry.recipe, **({} if entry.accumulate is None else {"accumulate": entry.accumulate})}
         for entry in sorted(entries, key=lambda entry: entry.name)
     }
-    writer.dump(rows, stream)
-    return stream.getvalue()
+    return write_yaml(rows, inline=True)
 
 
 def read_table(folder: Path) -> dict[str, TrackEntry]:

@@ -344,17 +344,18 @@ def _loaded(text: str) -> Any:
     return YAML(typ="safe", pure=True).load(text)
 
 
-def write_yaml(data: Any, unicode: bool = True) -> str:
+def write_yaml(data: Any, unicode: bool = True, inline: bool = False) -> str:
     """Return plain data as YAML 1.2 text. `parse_yaml` of the text returns equal data.
 
     unicode: False to escape all characters beyond ASCII.
+    inline: True to write mappings and lists without others inside on one line, such as `{name: soap, lr: 0.016}`.
     """
     try:
         from ruamel.yaml import YAML
     except ModuleNotFoundError:
         raise RecipeError("to_yaml: ruamel.yaml is not installed; run `pip install ruamel.yaml`") from None
     yaml, stream = YAML(typ="safe"), StringIO()
-    yaml.default_flow_style = False
+    yaml.default_flow_style = None if inline else False
     yaml.allow_unicode = unicode
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.width = 120
