@@ -345,9 +345,10 @@ def warn_of_waiting(
     if advice is not None:
         warn_user(
             f"{', '.join(advice.fields)}: the {ranks} ranks wait for each other's refreshes: the efficiency, computed "
-            f"as the mean work of a rank divided by the largest, is {now.efficiency:.2f}; set min_wave_work to "
-            f"{advice.min_wave_work} for an efficiency of {advice.balance.efficiency:.2f}. This changes the steps in "
-            "which blocks are refreshed, and so the updates, but the updates do not depend on the number of ranks"
+            "as a lower bound of the critical path (the work of the busiest rank at each step, summed over the steps) "
+            f"divided by the critical path, is {now.efficiency:.2f}; set min_wave_work to {advice.min_wave_work} for "
+            f"an efficiency of {advice.balance.efficiency:.2f}. This changes the steps in which blocks are refreshed, "
+            "and so the updates, but the updates do not depend on the number of ranks"
         )
 
 
