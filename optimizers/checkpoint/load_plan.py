@@ -224,7 +224,8 @@ def _fresh_warning(batches: Sequence[tuple[Sequence[ParamSet], Mapping[Tensor, A
         for name, parameter in zip(one.names, one.parameters, strict=True)
         if _is_absent(values[parameter])
     ]
-    return f"state_dict: it has no state of {name_some(fresh, 8)}; their state starts from zero" if fresh else ""
+    text = f"state_dict: it has no state of {name_some(fresh, 8)}; their state starts from its initial values"
+    return text if fresh else ""
 
 
 def _set_faults(param_set: ParamSet, values: Mapping[Tensor, Any], mode: Mode) -> list[str]:
