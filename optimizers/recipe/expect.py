@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, WithJsonSchema
 
@@ -24,32 +24,12 @@ _COMPARED: Mapping[str, Callable[[float, float], bool]] = {
 }
 
 
-class Expectation(NamedTuple):
-    """A bound on how much of a model a stage or a route receives.
+def parse_expectation(text: str) -> tuple[str, float, bool, str]:
+    """Parse an expectation such as ">= 90% of parameters". Raise ValueError if the text has another form.
 
-    relation: ">=", "<=", "==", ">" or "<".
-    number: the bound, in percent if `share`.
-    share: True if the bound is a share of the model, False if it is an absolute number.
-    unit: "parameters" to count entries of tensors, or "tensors" to count tensors.
+    Return (relation, number, share, unit). The number is in percent if `share` is True, for a bound on a share of the
+    model. The unit is "parameters" if entries of tensors are counted, or "tensors".
     """
-
-    relation: str
-    number: float
-    share: bool
-    unit: str
-
-    def holds(self, found: int, total: int) -> bool:
-        """Return True if `found` of `total` entries or tensors satisfy the bound."""
-        return _COMPARED[self.relation](100 * found / max(total, 1) if self.share else found, self.number)
-
-    @property
-    def upper(self) -> bool:
-        """Return True if this is an upper bound."""
-        return self.relation in ("<=", "<")
-
-
-def parse_expectation(text: str) -> Expectation:
-    """Parse an expectation such as ">= 90% of parameters". Raise ValueError if the text has another form."""
     match = re.fullmatch(PATTERN, text)
     if match is None:
         raise ValueError(
@@ -61,7 +41,7 @@ def parse_expectation(text: str) -> Expectation:
         raise ValueError("a share cannot be larger than 100%")
     if not share and not number.is_integer():
         raise ValueError("the number must be whole, or a share: 'N% of ...'")
-    return Expectation(relation, number, share, unit)
+    return relation, number, share, unit
 
 
 def _validated(text: str) -> str:
@@ -137,14 +117,16 @@ def reached(
     """
     rows = []
     for key, text in expect.items():
-        expected, paths = parse_expectation(text), expected_rules(key, rules)
-        sizes = [(path in paths, info.numel if expected.unit == "parameters" else 1) for info, path, _ in routed]
+        (relation, number, share, unit), paths = parse_expectation(text), expected_rules(key, rules)
+        sizes = [(path in paths, info.numel if unit == "parameters" else 1) for info, path, _ in routed]
         found, total = sum(size for there, size in sizes if there), sum(size for _, size in sizes)
-        chosen = sorted((row for row in routed if (row[1] in paths) == expected.upper), key=lambda row: -row[0].numel)
+        holds = _COMPARED[relation](100 * found / max(total, 1) if share else found, number)
+        upper = relation in ("<=", "<")
+        chosen = sorted((row for row in routed if (row[1] in paths) == upper), key=lambda row: -row[0].numel)
         named = [f"{info.name or info.shape} in {path or 'update'} ({why})" for info, path, why in chosen]
-        which = f"in '{key}'" if expected.upper else f"that are not in '{key}'"
+        which = f"in '{key}'" if upper else f"that are not in '{key}'"
         astray = f"the largest tensors {which} are {name_some(named, 3)}" if named else f"there are no tensors {which}"
-        rows.append(Reached(key, text, found, total, expected.holds(found, total), astray))
+        rows.append(Reached(key, text, found, total, holds, astray))
     return rows
 
 
