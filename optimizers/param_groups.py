@@ -8,10 +8,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import signature
-from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking import Blocking, Pairs
@@ -312,22 +314,16 @@ def check_values(group: Mapping[str, Any]) -> None:
 class _Span(NamedTuple):
     """The memory of a parameter: the bytes from address `start` up to, not including, `end`. If the parameter is not
     contiguous, some of these bytes belong to none of its entries.
+
+    entries: array whose entries have the same addresses as the parameter's. They are never read, and may be on a
+        device.
     """
 
     device: str
     start: int
     end: int
     name: str
-    tensor: Tensor
-
-    def bytes_in(self, memory: Tensor, first: int) -> Tensor:
-        """Return a view of the entries of `memory` that represent bytes of the parameter.
-
-        memory: vector with one entry for each byte of memory, from address `first` on.
-        """
-        size = self.tensor.element_size()
-        steps = [step * size for step in self.tensor.stride()]
-        return memory.as_strided((*self.tensor.shape, size), (*steps, 1), self.start - first)
+    entries: NDArray[Any]
 
 
 def require_own_memory(rows: Iterable[tuple[str, Tensor]]) -> None:
@@ -335,15 +331,15 @@ def require_own_memory(rows: Iterable[tuple[str, Tensor]]) -> None:
 
     rows: names and plain tensors of the parameters.
     """
-    spans = sorted((span for row in rows for span in _span(*row)), key=lambda span: span[:3])
-    together, end = [*spans[:1]], spans[0].end if spans else 0
-    for last, span in pairwise(spans):
-        if span.device != last.device or span.start >= end:
-            _require_apart(together)
-            together, end = [], 0
-        together.append(span)
-        end = max(end, span.end)
-    _require_apart(together)
+    near: list[_Span] = []  # parameters before this one whose ranges of addresses may overlap with its range
+    for span in sorted((span for row in rows for span in _span(*row)), key=lambda span: span[:3]):
+        near = [other for other in near if other.device == span.device and other.end > span.start]
+        if other := next((other for other in near if np.shares_memory(other.entries, span.entries)), None):
+            raise ValueError(
+                f"params: {other.name} and {span.name} share memory, so a step would overwrite the update of one by "
+                "that of the other; make them one parameter (`second.weight = first.weight`), or copy the values"
+            )
+        near.append(span)
 
 
 def _span(name: str, tensor: Tensor) -> Iterator[_Span]:
@@ -368,28 +364,15 @@ def _span(name: str, tensor: Tensor) -> Iterator[_Span]:
             "updated in place; make the parameter of tensor.clone()"
         )
     if start := tensor.data_ptr():
-        yield _Span(str(tensor.device), start, start + length, name, tensor)
-
-
-def _require_apart(spans: Sequence[_Span]) -> None:
-    """Raise ValueError if two parameters have an entry in the same memory.
-
-    spans: parameters whose ranges of addresses overlap, in the order of their first addresses.
-    """
-    if len(spans) < 2:
-        return
-    first, end = spans[0].start, max(span.end for span in spans)
-    taken = torch.zeros(end - first, dtype=torch.bool, device="cpu")
-    for at, span in enumerate(spans):
-        if bool(span.bytes_in(taken, first).any()):
-            own = torch.zeros_like(taken)
-            span.bytes_in(own, first).fill_(True)
-            other = next(one for one in spans[:at] if bool(one.bytes_in(own, first).any()))
-            raise ValueError(
-                f"params: {other.name} and {span.name} share memory, so a step would overwrite the update of one by "
-                "that of the other; make them one parameter (`second.weight = first.weight`), or copy the values"
-            )
-        span.bytes_in(taken, first).fill_(True)
+        array = {
+            "version": 3,
+            "typestr": f"|V{size}",
+            "data": (start, False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * size for step in tensor.stride()),
+        }
+        entries = np.asarray(SimpleNamespace(__array_interface__=array))
+        yield _Span(str(tensor.device), start, start + length, name, entries)
 
 
 def flat_piece(parameter: Tensor) -> str:
