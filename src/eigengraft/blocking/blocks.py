@@ -313,24 +313,27 @@ def equal_runs(d: int, size: int) -> list[tuple[int, int, int, int]]:
     return [*runs, (full, 1, full * size, d - full * size)] if d % size else runs
 
 
-def divided_grids(
-    shape: Numbers, matrices: Matrices, merge: Callable[[Numbers], Numbers], size: int | None
+def _matrix_grids(
+    shape: Numbers, matrices: Matrices, merge: Callable[[Numbers], Numbers] | None, size: int | None
 ) -> Iterator[BlockGrid]:
-    """Yield the grids of blocks of a parameter that is divided into sections or heads, or is stored transposed.
+    """Yield the grids of blocks of all matrices of a parameter.
 
-    Blocks are numbered section by section, in each section matrix by matrix, and in each matrix in row-major order.
+    Blocks are numbered section by section, in each section matrix by matrix, and in each matrix in row-major order. A
+    parameter that is not divided into sections is one section.
 
     shape: shape of the parameter.
     matrices: the matrices of the parameter.
-    merge: function that maps the shape of a matrix to its merged shape.
+    merge: function that maps the shape of a matrix to its merged shape; None: axes are not merged.
     size: longest axis of a block; None: matrices are not cut.
     """
     axis, keys, numbers = matrices.axis(shape), 0, 0
     groups = (matrices.groups, shape[axis] // matrices.groups) if matrices.groups > 1 else (shape[axis],)
     factored = (*shape[:axis], *groups, *shape[axis + 1 :])
     for equal in _equal_matrices(shape, matrices):
-        merged = merge(equal.shape)
-        joined = [sum(equal.axes[own.start : own.stop], ()) for own, _ in axis_pairs(equal.shape, merged)]
+        merged, joined = equal.shape, list(equal.axes)
+        if merge is not None:
+            merged = merge(equal.shape)
+            joined = [sum(equal.axes[own.start : own.stop], ()) for own, _ in axis_pairs(equal.shape, merged)]
         sides = [min(d, size or d) for d in merged]
         tiles = [math.ceil(d / side) for d, side in zip(merged, sides, strict=True)]
         for chosen in itertools.product(
@@ -522,29 +525,7 @@ def _grids(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> tuple[
     if 0 in shape:
         return ()
     matrices.require_fit(shape)
-    divided = matrices.divides or matrices.outputs == "last"
-    return tuple(divided_grids(shape, matrices, rule.merged, rule.size) if divided else _even(rule, shape, matrices))
-
-
-def _even(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> Iterator[BlockGrid]:
-    """Yield grids of equal blocks of a parameter `[*batch, *matrix]`, whose last axes form one matrix for each index of
-    `batch`.
-
-    This function does not support matrices that are sections or heads of an axis, or that are stored transposed.
-
-    rule: the rule by which the matrices are cut into blocks.
-    shape: shape of the parameter.
-    matrices: the matrices, which say how many axes `batch` has.
-    """
-    batch, inner = shape[: matrices.batch], rule.merged(shape[matrices.batch :])
-    merged, size = (*batch, *inner), [*(1 for _ in batch), *(min(d, rule.size or d) for d in inner)]
-    grid = tuple(math.ceil(d / s) for d, s in zip(merged, size, strict=True))
-    joined = tuple((axis,) for axis in range(len(batch), len(merged)))
-    for box in itertools.product(*(equal_runs(d, s) for d, s in zip(merged, size, strict=True))):
-        first, count, start, tile = zip(*box, strict=True)
-        corner = np.ix_(*(np.arange(f, f + c) for f, c in zip(first, count, strict=True)))
-        keys = np.ravel_multi_index(np.broadcast_arrays(*corner), grid).ravel()
-        piece = Piece(start, tile, (0,) * len(inner))
-        blocks = math.prod(grid[len(batch) :])  # number of blocks of each matrix
-        own = tuple(int(k) // blocks for k in keys)
-        yield BlockGrid(merged, count, tile, (piece,), joined, tuple(int(k) for k in keys), own)
+    if matrices.divides or matrices.outputs == "last":
+        return tuple(_matrix_grids(shape, matrices, rule.merged, rule.size))
+    merged = (*shape[: matrices.batch], *rule.merged(shape[matrices.batch :]))
+    return tuple(_matrix_grids(merged, matrices, None, rule.size))
