@@ -191,13 +191,21 @@ def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quant
     graft's magnitude. They set the size of every update, and quantizing them does harm (DALL-E mini's study). If the
     entry for a role only chooses the memory, it applies to sensitive slots, too.
     """
+    where = entry_for(storage, key, slot)
+    if where is None:
+        return None
+    problem = storage[where].unsupported(slot)
+    if problem and where == key.name:
+        raise ValueError(f"storage.{where}: {problem}; choose another format, or remove the entry")
+    return None if problem else storage[where]
+
+
+def entry_for(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> str | None:
+    """Return the key of the entry of `storage` that applies to a slot by its key, stage or role. None: there is no such
+    entry. The entry's quantizer may be unable to store the slot. See `choose` for the order and for sensitive slots.
+    """
     for where in (key.name, key.stage):
         if where in storage:
-            problem = storage[where].unsupported(slot)
-            if problem and where != key.stage:
-                raise ValueError(f"storage.{where}: {problem}; choose another format, or remove the entry")
-            return None if problem else storage[where]
+            return where
     by_role = storage.get(slot.role)
-    if by_role is None or (slot.sensitive and by_role.codec is not None):
-        return None
-    return by_role if by_role.unsupported(slot) is None else None
+    return None if by_role is None or (slot.sensitive and by_role.codec is not None) else slot.role

@@ -19,7 +19,7 @@ from eigengraft.numerics import active_fake_mode
 from eigengraft.preconditioners.algebra.products import matrix_shape
 from eigengraft.preconditioners.base import Inner, Stage, Stages, chain_slots
 from eigengraft.quantization import Quantizer
-from eigengraft.quantization.base import choose, choose_codec
+from eigengraft.quantization.base import choose, choose_codec, entry_for
 from eigengraft.quantization.offload import in_memory
 from eigengraft.schedules import schedules
 from eigengraft.slots import Slot, StateKey, dotted
@@ -246,7 +246,7 @@ def _unused_storage(composed: Composition) -> Iterator[str]:
     storage, unused = composed.optimizer.recipe.storage, dict[str, str]()
     slots = composed.slots() if storage else {}
     for text, quantizer in storage.items():
-        named = [(key, slot) for key, own in slots.items() for slot in own if _takes(storage, text, key, slot)]
+        named = [(key, slot) for key, own in slots.items() for slot in own if entry_for(storage, key, slot) == text]
         if named and not any(choose(storage, key, slot) is quantizer for key, slot in named):
             key, slot = max(named, key=lambda pair: math.prod(pair[1].shape))
             unused[text] = f"The reason for the largest of these slots, {key}, is: {quantizer.unsupported(slot)}"
@@ -479,20 +479,6 @@ def _decays(constraint: Constraint) -> bool:
     ones = [torch.ones(2, 2, dtype=torch.float32, device="cpu")]
     kept, less = (constraint.retract({}, ones, ones, ones, ConstraintContext(lr=lr))[0] for lr in (0.0, 0.5))
     return bool((kept > less).all())
-
-
-def _takes(storage: dict[str, Quantizer], text: str, key: StateKey, slot: Slot) -> bool:
-    """Return True if an entry of a recipe's `storage` applies to a slot.
-
-    An entry under the path of the slot comes first, then one under the path of its stage, then one under its role. An
-    entry under a role applies to no slot that is `sensitive`.
-
-    storage: the recipe's `storage`.
-    text: key of the entry: a path or a role.
-    key: state key of the slot.
-    """
-    named = next((where for where in (key.name, key.stage) if where in storage), None)
-    return text == named if named is not None else text == slot.role and not slot.sensitive
 
 
 def _rounds_to_zero(quantizer: Quantizer) -> bool:
