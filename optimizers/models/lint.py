@@ -17,7 +17,7 @@ from torch import Tensor
 from eigengraft.errors import name_some, warn_user
 from eigengraft.numerics import active_fake_mode
 from eigengraft.preconditioners.algebra.products import matrix_shape
-from eigengraft.preconditioners.base import Inner, Stage, Stages, chain_slots
+from eigengraft.preconditioners.base import Inner, Stage, Stages, chain_slots, walk_blocks
 from eigengraft.quantization import Quantizer
 from eigengraft.quantization.base import choose, choose_codec, entry_for
 from eigengraft.quantization.offload import in_memory
@@ -77,8 +77,11 @@ class Composition:
         found = dict[str, tuple[Stages, list[tuple[int, ...]]]]()
         for rule, path, block in self._blocks:
             for name, stages in (("update", rule.update), ("after_decay", rule.after_decay)):
-                for at, chain_, seen in _chains(stages, block, dotted(path, name)):
-                    found.setdefault(at, (chain_, []))[1].append(seen)
+                own = dict[tuple[str, tuple[int, ...]], list[Stage]]()
+                for at, stage, seen in walk_blocks(stages, block, dotted(path, name)):
+                    own.setdefault((at.rpartition(".")[0], seen), []).append(stage)
+                for (at, seen), members in own.items():
+                    found.setdefault(at, (tuple(members), []))[1].append(seen)
         return found
 
     @cached_property
@@ -393,15 +396,6 @@ def _unmatched_pairs(composed: Composition) -> Iterator[str]:
             "so this route has no parameters; add adapters to the model before compose, with `requires_grad` True, or "
             "choose another recipe"
         )
-
-
-def _chains(stages: Stages, block: tuple[int, ...], path: str) -> Iterator[tuple[str, Stages, tuple[int, ...]]]:
-    """Yield (path, stages, shape of the block that they receive) for a chain and for the chains inside its stages."""
-    if stages:
-        yield path, stages, block
-    for stage in stages:
-        for name, inner in stage.inner(block).items():
-            yield from _chains(inner.chain, inner.block, f"{path}.{stage.label}.{name}")
 
 
 def _magnitudes(stage: Stage, block: tuple[int, ...]) -> list[Inner]:
