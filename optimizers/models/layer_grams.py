@@ -85,17 +85,6 @@ class LayerGrams(GradientSums):
         parameter = self.parameter(place)
         return weight is parameter or is_dtensor(parameter)  # otherwise `functional_call` passed another weight
 
-    def add_later(self, module: nn.Module, rows: CallRows, output: Tensor) -> None:
-        """Register a hook that adds X^T X of one call to the layer's sum, when backward reaches the output of the call.
-
-        Backward calls the hook with the gradient of the output, even if the next layer writes into the output tensor.
-
-        rows: function that returns X^T X and the number of rows to add to N, given the gradient of the output. The rows
-            of X are the inputs of the call, or the gradients of its outputs.
-        output: the output of the call.
-        """
-        output.register_hook(partial(self._add, self._watched[module], rows))  # type: ignore[no-untyped-call]
-
     def _add(self, place: ParamPlace, rows: CallRows, gradient: Tensor) -> None:
         if self._optimizer() is not None:
             self.add(place, self.parameter(place), *rows(gradient))
@@ -129,7 +118,9 @@ class LayerHook:
             see = _see_inputs if self.grams.name == INPUT_GRAM else _see_outputs
             rows, differentiable = see(self.path, module, args, output)
             if differentiable is not None:
-                self.grams.add_later(module, rows, differentiable)
+                # backward calls this hook even if the next layer writes into the output
+                add = partial(self.grams._add, self.grams._watched[module], rows)
+                differentiable.register_hook(add)  # type: ignore[no-untyped-call]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LayerHook, (None, self.path)
