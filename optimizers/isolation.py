@@ -88,7 +88,9 @@ def isolation(optimizer: _Grouped) -> AbstractContextManager[Any]:
     if torch.is_inference_mode_enabled():
         contexts.append(torch.inference_mode(False))
     if outside := _without_autocast():
-        contexts += [_fresh_casts(), *outside]
+        fresh = ExitStack()
+        fresh.callback(torch.clear_autocast_cache)  # its casts are of parameters from before the step
+        contexts += [fresh, *outside]
     return _entered([*contexts, torch.no_grad()]) if contexts else torch.no_grad()
 
 
@@ -119,15 +121,6 @@ def in_surroundings(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def _without_autocast() -> list[AbstractContextManager[Any]]:
     """Return contexts that disable the active autocast."""
     return [torch.autocast(device, enabled=False) for device in _autocast_devices()]
-
-
-@contextmanager
-def _fresh_casts() -> Iterator[None]:
-    """Clear autocast's cache of cast parameters on leaving the context, because a step has changed the parameters."""
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
 
 
 def _autocast_devices() -> list[str]:
