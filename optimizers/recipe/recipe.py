@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
-from itertools import chain
+from itertools import chain, product
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -54,13 +54,6 @@ _STORAGE = {"type": "object", "additionalProperties": {FAMILY_MARK: "quantizer"}
 _SHAPES = ((1,), (2,), (2, 2), (2, 3), (3, 2), (64, 64), (2, 2, 2), (2, 3, 4), (2, 2, 2, 2))
 """Sample shapes of blocks. If a chain has a slot for a block of any shape, it has this slot for a block of one of these
 shapes too."""
-
-
-def possible_slots(stages: Stages) -> Iterator[Slot]:
-    """Yield the slots of a chain for blocks of 1 to 4 axes (_SHAPES). Most slots are yielded several times."""
-    for block in _SHAPES:
-        with suppress(ValueError):  # a stage may refuse a shape; composing raises if a parameter has that shape
-            yield from [slot for _, _, slot in chain_slots(stages, block)]
 
 
 class UpdateRule(Component):
@@ -152,7 +145,11 @@ class UpdateRule(Component):
     @cached_property
     def _possible_slots(self) -> tuple[Slot, ...]:
         """The slots that the stages have for blocks of the sample shapes `_SHAPES`. Most slots occur several times."""
-        return (*possible_slots(self.update), *possible_slots(self.after_decay))
+        found = list[Slot]()
+        for stages, block in product((self.update, self.after_decay), _SHAPES):
+            with suppress(ValueError):  # a stage may refuse a shape; composing raises if a parameter has that shape
+                found += [slot for _, _, slot in chain_slots(stages, block)]
+        return tuple(found)
 
     @cached_property
     def _slots(self) -> dict[tuple[str, tuple[int, ...]], dict[StateKey, Slot]]:
