@@ -80,7 +80,7 @@ def test_blocks_are_those_of_separate_parameters_wherever_they_lie(
     view, shape = case
     x = torch.arange(math.prod(shape)).reshape(shape)
     matrices = matrices_by_hand(x, view)
-    assert Counter(tuple(matrix.shape) for matrix in matrices) == Counter(view.counted(shape))
+    assert Counter(tuple(matrix.shape) for matrix in matrices) == Counter(view.each(shape))
     expected = [(k, block) for k, matrix in enumerate(matrices) for block in blocks_by_hand(matrix, blocking)]
     low = [(start * (axis + 7)) % d for axis, d in enumerate(shape)]
     box = Box(tuple(low), tuple(min(d, a + 1 + length % d) for a, d in zip(low, shape, strict=True)))

@@ -226,10 +226,6 @@ class Matrices(View):
         set_ = {name: value for name, value in self if value != type(self).model_fields[name].default}
         return ", ".join(f"{name}: {value}" for name, value in set_.items()) or "the parameter as it is"
 
-    def counted(self, shape: tuple[int, ...]) -> dict[tuple[int, ...], int]:
-        """Return the number of matrices of each shape that a parameter has before blocking."""
-        return dict(Counter(self.each(shape)))
-
     def each(self, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Yield the shape of each matrix of a parameter, outputs first, in the order in which matrices are numbered."""
         for part, head in zip(self.parts(shape), self.head_lengths, strict=True):
@@ -273,7 +269,7 @@ class ViewChoice(NamedTuple):
         """
         if not self.why or self.matrices == Matrices():
             return self.why and f"one tensor: {self.why}"
-        found = self.matrices.counted(shape).items()
+        found = Counter(self.matrices.each(shape)).items()
         return f"{' + '.join(f'{count} of {_times(matrix)}' for matrix, count in found)}: {self.why}"
 
 
