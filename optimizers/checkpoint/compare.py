@@ -126,8 +126,6 @@ def without_silent(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_locations(recipe: Recipe) -> Recipe:
     """Return a copy of a recipe without offloading, which changes no result of a step. Slots keep their formats."""
-    if all(quantizer.location is None for quantizer in recipe.storage.values()):
-        return recipe
     return recipe.replace(storage={k: own.codec for k, own in recipe.storage.items() if own.codec is not None})
 
 
