@@ -111,6 +111,7 @@ def _converted(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
         raise ValueError(f"{differing[0]}; give the recipe the numbers of torch's optimizer: overrides={meant}")
     if fresh:
         warn_user(
-            f"state of {name_some(fresh, 8)} is not converted and starts from zero, because the update is not Adam's"
+            f"state of {name_some(fresh, 8)} is not converted and starts from its initial values, because the update "
+            "is not Adam's"
         )
     return found
