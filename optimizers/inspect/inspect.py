@@ -81,7 +81,7 @@ def inspect(param_sets: ParamSets, watched: Sequence[Measurement]) -> Inspection
         group = param_set.rank_group
         rows += own if group is None else chain.from_iterable(group.all_gather_object(own, "inspect"))
     if param_sets.spikes is not None:
-        counts = param_sets.spikes.window.counts()._asdict()
+        counts = param_sets.spikes.counts()._asdict()
         rows += [Measurement("", None, "", "", _SPIKES[name], (float(x), 1.0, 1.0)) for name, x in counts.items()]
     names = (name for param_set in param_sets for name in param_set.names)
     places = {name: place for place, name in enumerate(("", *names))}

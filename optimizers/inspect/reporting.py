@@ -227,7 +227,7 @@ class ComposedOptimizer(torch.optim.Optimizer):
 
         None: the recipe has no `failure.spike`. On a device the host waits for the numbers.
         """
-        return None if self.param_sets.spikes is None else self.param_sets.spikes.window.counts()
+        return None if self.param_sets.spikes is None else self.param_sets.spikes.counts()
 
     def routing_table(self) -> list[RoutedParameter]:
         """Return the route of each parameter, with the reason, in the order of the param groups."""

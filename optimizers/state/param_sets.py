@@ -374,7 +374,7 @@ class ParamSets:
         The window has the last losses or gradient norms, with which the next one is compared.
         """
         if self.spikes is not None:
-            text = self.spikes.window.to_text()
+            text = self.spikes.to_text()
             for group in groups:
                 group["spikes"] = text
 
@@ -384,7 +384,7 @@ class ParamSets:
         groups: param groups after a checkpoint was loaded.
         """
         if self.spikes is not None:
-            self.spikes.window.read(next((group["spikes"] for group in groups if "spikes" in group), None))
+            self.spikes.read(next((group["spikes"] for group in groups if "spikes" in group), None))
 
     def swap_iterate(self, mode: Mode, state: MutableMapping[Tensor, Any]) -> None:
         """Write the iterate of a mode (training or evaluation) into all parameters."""

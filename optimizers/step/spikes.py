@@ -41,10 +41,13 @@ class SpikeCounts(NamedTuple):
     bound: float
 
 
-class SpikeWindow:
-    """The last finite values of a measure (loss or gradient norm), which decide if the next value is a spike.
+class SpikeCheck:
+    """The check of an optimizer for spikes of a measure (loss or gradient norm). It also changes the steps that are
+    spikes.
 
-    rule: the rule that says which values are spikes.
+    The last finite values of the measure, the window, decide if the next value is a spike.
+
+    rule: the rule of the recipe. It says which values are spikes and how their steps change.
     values: `[window]` float64 on the device, a ring buffer. Places without a value are 0.
     entered: 0-d int64 on the device, number of values that have entered. The next place is `entered` mod `window`.
     spikes: 0-d int64 on the device, number of spikes.
@@ -125,22 +128,6 @@ class SpikeWindow:
         values = torch.tensor(kept + [0.0] * (window - len(kept)), dtype=torch.float64, device="cpu")
         self._place(values, entered, saved["spikes"])
 
-
-class SpikeCheck:
-    """The check of an optimizer for spikes of the loss or of the gradient norm. It also changes the steps that are
-    spikes.
-
-    window: the values of earlier steps.
-    """
-
-    def __init__(self, rule: Spike) -> None:
-        self.window = SpikeWindow(rule)
-
-    @property
-    def rule(self) -> Spike:
-        """The rule of the recipe, which says which values are spikes and how their steps change."""
-        return self.window.rule
-
     def apply(self, ready: ReadySteps, loss: Tensor | float | None) -> ReadySteps:
         """Check if this step is a spike. Return the steps of all parameter sets, changed by the rule if it is a spike.
 
@@ -156,14 +143,14 @@ class SpikeCheck:
         if not steps or not has_values(ready[0][0].parameters[0]):
             return ready
         device = steps[0].survey.device
-        self.window.to(device)
+        self.to(device)
         value = self._loss(ready, loss, device) if self.rule.measure == "loss" else gradient_norm(steps)
         masks = [_of_active(step, step.mask) for step in steps if step.mask is not None]
         # in a step without a usable gradient, no loss and no norm enters the window
         if len(masks) == len(steps):
             used = torch.stack([mask.any().to(device) for mask in masks]).any()
             value = torch.where(used, value, torch.nan)
-        spike, factor = self.window.observe(value)
+        spike, factor = self.observe(value)
         if not may_branch_on_values(spike):
             return [(own, step and self._changed(own, step, spike, factor)) for own, step in ready]
         if not spike:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer, RecipeError, compose
 from eigengraft.optimizers import submodel
-from eigengraft.optimizers.step.spikes import SpikeWindow
+from eigengraft.optimizers.step.spikes import SpikeCheck
 from eigengraft.optimizers.write.failure import Spike
 from eigengraft.testing import accelerator
 
@@ -128,7 +128,7 @@ def test_a_run_without_spikes_keeps_its_bits(recipe: str, then: str, measure: st
 
 
 def test_a_lasting_change_of_the_level_passes() -> None:
-    window = SpikeWindow(Spike(window=64))
+    window = SpikeCheck(Spike(window=64))
     generator = torch.Generator().manual_seed(0)
     noise = 1 + 0.1 * torch.rand(300, generator=generator, dtype=torch.float64)
     found = [bool(window.observe(x * (10 if at >= 100 else 1))[0]) for at, x in enumerate(noise)]
@@ -136,7 +136,7 @@ def test_a_lasting_change_of_the_level_passes() -> None:
 
 
 def test_repeated_spikes_do_not_hide_each_other() -> None:
-    window = SpikeWindow(Spike(window=64))
+    window = SpikeCheck(Spike(window=64))
     generator = torch.Generator().manual_seed(0)
     noise = 1 + 0.1 * torch.rand(400, generator=generator, dtype=torch.float64)
     found = [at for at, x in enumerate(noise) if bool(window.observe(x * (5 if at >= 100 and at % 12 == 0 else 1))[0])]
@@ -144,7 +144,7 @@ def test_repeated_spikes_do_not_hide_each_other() -> None:
 
 
 def test_equal_values_are_no_spikes_and_values_that_are_not_finite_do_not_enter() -> None:
-    window = SpikeWindow(Spike(window=8, sigmas=1.0))
+    window = SpikeCheck(Spike(window=8, sigmas=1.0))
     third = torch.tensor(1 / 3, dtype=torch.float64)
     assert not any(bool(window.observe(third)[0]) for _ in range(20))
     spike, factor = window.observe(third * math.inf)
@@ -173,12 +173,12 @@ def test_a_run_continues_from_a_checkpoint(then: str, measure: str) -> None:
 
 
 def test_a_window_of_another_length_or_measure_is_adopted_or_begins_again() -> None:
-    long, short = SpikeWindow(Spike(window=6)), SpikeWindow(Spike(window=4))
+    long, short = SpikeCheck(Spike(window=6)), SpikeCheck(Spike(window=4))
     for x in range(1, 9):
         long.observe(torch.tensor(float(x % 2), dtype=torch.float64) + x / 100)
     short.read(long.to_text())
     assert sorted(short.values.tolist()) == pytest.approx([0.06, 0.08, 1.05, 1.07]) and int(short.entered) == 4
-    other = SpikeWindow(Spike(window=6, measure="loss"))
+    other = SpikeCheck(Spike(window=6, measure="loss"))
     other.read(long.to_text())
     assert int(other.entered) == 0
 
@@ -228,7 +228,7 @@ def test_parameters_on_two_devices_are_judged_together(then: str, first: str) ->
                 for p, g in zip(params, row, strict=True):
                     p.grad = g.clone().to(p.device)
                 optimizer.step()
-            assert optimizer.param_sets.spikes is not None and optimizer.param_sets.spikes.window.counts().spikes == 3
+            assert optimizer.param_sets.spikes is not None and optimizer.param_sets.spikes.counts().spikes == 3
             optimizer.state_dict()  # reads the checks that a device has deferred
             found.append([x.detach().cpu().clone() for p in params for x in (p, optimizer.state[p]["step"])])
     for one, two in zip(*found, strict=True):
@@ -276,7 +276,7 @@ def test_a_step_that_is_no_spike_skips_gradients_that_are_not_finite() -> None:
 
 
 def test_factors_of_losses_below_0_are_between_0_and_1() -> None:
-    window = SpikeWindow(Spike(window=4, measure="loss"))
+    window = SpikeCheck(Spike(window=4, measure="loss"))
     for value in (-10.0, -10.0, -10.0):
         window.observe(torch.tensor(value, dtype=torch.float64))
     for value, factor in ((-5.0, 1.0), (2.0, 0.0)):
