@@ -20,8 +20,9 @@ A warning gives the reason if a graph is dropped or cannot be made, and if `PATI
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from eigengraft.distributed.checks import as_integers
 from eigengraft.errors import warn_user
@@ -45,16 +47,9 @@ from .program import CHECKED_UPDATES
 from .traced import Program
 
 Body = Callable[[], None]
-Signature = list[tuple[Any, ...]]
-"""The operations of a run, in order, each with its arguments. A tensor is represented by its shape, dtype and device
-type."""
-
-
-class Graph(Protocol):
-    """Operations that were recorded on a device and can be run again."""
-
-    def replay(self) -> None:
-        """Run the recorded operations again, on the same addresses."""
+Signature = list[tuple[str, ...]]
+"""The operations of a run, in order. Each is a tuple of texts: the name of the operation, and its arguments without the
+lists that they are in. The text of a tensor is its shape, dtype and device type."""
 
 
 class Capturer(Protocol):
@@ -63,8 +58,10 @@ class Capturer(Protocol):
     def warm_up(self, body: Body) -> None:
         """Run the function once before its capture. This run allocates the memory that later runs use again."""
 
-    def capture(self, body: Body) -> Graph:
-        """Return a graph of the operations that the function launches. The operations need not run during the capture.
+    def capture(self, body: Body) -> Body:
+        """Record a graph of the operations that the function launches. They need not run during the capture.
+
+        Return a function that replays the graph: it runs the recorded operations again, on the same addresses.
 
         Raises RuntimeError if the operations cannot be captured.
         """
@@ -84,11 +81,11 @@ class CudaCapturer:
                 body()
             torch.cuda.current_stream().wait_stream(side)
 
-    def capture(self, body: Body) -> Graph:
+    def capture(self, body: Body) -> Body:
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.device), torch.cuda.graph(graph, stream=side):
             body()
-        return graph
+        return graph.replay
 
 
 CAPTURERS: dict[str, Callable[[torch.device], Capturer]] = {"cuda": CudaCapturer}
@@ -154,21 +151,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        self.signature.append((str(func), self._described(args), self._described(given)))
+        self.signature.append((str(func), *map(self._described, tree_leaves((args, given)))))
         found = func(*args, **given)
         for made in found if isinstance(found, (list, tuple)) else [found]:
             if isinstance(made, Tensor) and id(made) not in self.held:
                 self._made[id(made)] = made
         return found
 
-    def _described(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            if id(x) not in self._made:
-                self.held[id(x)] = x
-            return ("tensor", tuple(x.shape), x.dtype, x.device.type)
-        if isinstance(x, (list, tuple)):
-            return tuple(map(self._described, x))
-        return tuple((key, self._described(own)) for key, own in x.items()) if isinstance(x, dict) else repr(x)
+    def _described(self, x: Any) -> str:
+        if not isinstance(x, Tensor):
+            return repr(x)
+        if id(x) not in self._made:
+            self.held[id(x)] = x
+        return f"a tensor {list(x.shape)} in {x.dtype} on {x.device.type}"
 
 
 def _recorded(run: Callable[[], None], gradients: Collection[int]) -> _Recorder:
@@ -194,20 +189,10 @@ def difference(one: Signature, other: Signature) -> str | None:
     for a, b in zip(one, other, strict=True):
         if a[0] != b[0]:
             return f"{a[0]} in one step and {b[0]} in the next"
-        if a != b:
-            own, others = [*_leaves(a[1:])], [*_leaves(b[1:])]
-            x, y = next((pair for pair in zip(own, others, strict=False) if pair[0] != pair[1]), (own, others))
-            return f"{a[0]} takes {x} in one step and {y} in the next"
+        for x, y in zip_longest(a, b, fillvalue="nothing"):
+            if x != y:
+                return f"{a[0]} takes {x} in one step and {y} in the next"
     return None
-
-
-def _leaves(x: object) -> Iterator[str]:
-    """Yield the texts in nested tuples, in order."""
-    if isinstance(x, tuple):
-        for part in x:
-            yield from _leaves(part)
-    else:
-        yield str(x)
 
 
 _Place = tuple[int, tuple[int, ...], torch.dtype]
@@ -281,7 +266,7 @@ class CapturedStacks:
         self.device, self.reason = self.stacks[0].stack.device, never(self.stacks, recipe)
         if any(not executions[own.number].programs and own.number not in self.fused for own in self.stacks):
             self.reason = self.reason or "each of its steps has a refresh, or sums over parameters of other stacks"
-        self.graph: Graph | None = None
+        self.replay: Body | None = None
         self.without: Counter[str] = Counter()
         self._key: _Key | None = None
         self._record: _Recorder | None = None
@@ -335,14 +320,14 @@ class CapturedStacks:
         """
         key, before = self._key_of(step, counts, held), self._key
         self._fill(step, counts)
-        if key == before and self.graph is not None:
-            self.graph.replay()
+        if key == before and self.replay is not None:
+            self.replay()
             self.without.clear()
             return None
         body = self._body(step, moved)
         if key != before:
             left = None if before is None else key.changed(before)
-            self._key, self.graph, self._record = key, None, None
+            self._key, self.replay, self._record = key, None, None
             body()
             return left
         if self._record is None:
@@ -472,7 +457,7 @@ class CapturedStacks:
                 f"the captured step: {other}; set `graph: false`, or let the stage take the number from its context"
             )
         try:
-            graph = capturer.capture(body)
+            replay = capturer.capture(body)
         except RuntimeError as error:
             _restore(targets, before)
             body()
@@ -484,7 +469,7 @@ class CapturedStacks:
         body()
         _exchange(targets, before)
         after = before
-        graph.replay()
+        replay()
         if not all(torch.equal(as_integers(x.detach()), as_integers(y)) for x, y in zip(targets, after, strict=True)):
             _restore(targets, after)
             return (
@@ -492,7 +477,7 @@ class CapturedStacks:
                 "memory that the graph does not update; set `graph: false`, or replace your own stages one by one to "
                 "find the operation"
             )
-        self.graph, self._record = graph, record
+        self.replay, self._record = replay, record
         return None
 
 
@@ -572,7 +557,7 @@ class Graphs:
         """
         rest: list[Sequence[StackState]] = []
         for piece in self.pieces:
-            fixed, had = piece.reason is not None, piece.graph is not None
+            fixed, had = piece.reason is not None, piece.replay is not None
             reason = piece.reason or piece.unfit(step, counts)
             if reason is not None:
                 rest += piece.groups
@@ -603,7 +588,7 @@ class Graphs:
 
     def lines(self) -> list[str]:
         """Return lines of a report: how many stacks have a graph, and why steps ran without one."""
-        captured = sum(len(piece.stacks) for piece in self.pieces if piece.graph is not None)
+        captured = sum(len(piece.stacks) for piece in self.pieces if piece.replay is not None)
         total = sum(len(piece.stacks) for piece in self.pieces)
         return [
             f"graph: {captured} of {total} stacks have one",

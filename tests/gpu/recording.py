@@ -55,12 +55,12 @@ class Recording:
     def warm_up(self, body: Callable[[], None]) -> None:
         body()
 
-    def capture(self, body: Callable[[], None]) -> Operations:
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
         graph = self.kind()
         with graph:
             body()
         self.graphs.append(graph)
-        return graph
+        return graph.replay
 
 
 def as_operation(program: Callable[[list[Tensor]], Any]) -> Callable[[list[Tensor]], Any]:

@@ -263,14 +263,14 @@ class Counted:
     def warm_up(self, body: capture.Body) -> None:
         body() if self.of is None else self.of.warm_up(body)
 
-    def capture(self, body: capture.Body) -> Any:
-        graph = None if self.of is None else self.of.capture(body)
+    def capture(self, body: capture.Body) -> capture.Body:
+        run = body if self.of is None else self.of.capture(body)
 
         def replay() -> None:
             self.replays += 1
-            body() if graph is None else graph.replay()
+            run()
 
-        return SimpleNamespace(replay=replay)
+        return replay
 
 
 def captures(sizes: Sizes) -> Iterator[Row]:

@@ -112,14 +112,14 @@ def test_a_side_stream_gives_the_bits_of_results_at_once(
 def test_replayed_graphs_have_the_bits_of_steps(name: str) -> None:
     """The optimizer compares each graph with a step itself; the name of a graph that it drops is no failure there."""
     _, optimizer = trained(name, overrides={"graph": True})
-    assert any(piece.graph is not None for own in optimizer.param_sets for piece in own.graphs.pieces), optimizer
+    assert any(piece.replay is not None for own in optimizer.param_sets for piece in own.graphs.pieces), optimizer
 
 
 @pytest.mark.parametrize("recipe", ["adamw", "lion"])
 def test_compiled_entries_have_the_same_bits_in_a_graph(recipe: str) -> None:
     declared = {"base": recipe, "compile": True, "failure": {"detect": "device"}}
     (plain, _), (captured, optimizer) = (trained(declared, overrides={"graph": graph}) for graph in (False, True))
-    assert all(piece.graph is not None for own in optimizer.param_sets for piece in own.graphs.pieces), optimizer
+    assert all(piece.replay is not None for own in optimizer.param_sets for piece in own.graphs.pieces), optimizer
     assert all(torch.equal(a, b) for a, b in zip(plain, captured, strict=True))
 
 
