@@ -169,7 +169,7 @@ class Divergence:
             )
             return Fault("gradient", "model", self.step, name, text)
         sets = self.optimizer.param_sets
-        name = next((name for own in sets for name in own.names if own.skipped[name]), "")
+        name = next((name for own in sets for name in own.names if sets.skip_counts[name]), "")
         text = f"the gradient of {name} is finite, but its squares overflow; a smaller lr or a scaled loss may help"
         return Fault("gradient", "learning rate", self.step, name, text)
 

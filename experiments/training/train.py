@@ -261,7 +261,7 @@ class Trainer:
         if measured:
             self.layers.after()
         # An update that was skipped in a step on a device is counted after the next step.
-        skipped = sum(param_set.skipped.total() for param_set in self.optimizer.param_sets)
+        skipped = self.optimizer.param_sets.skip_counts.total()
         self.window.skipped, self.skipped = self.window.skipped + skipped - self.skipped, skipped
         self.seconds += end - start
         self.window.losses.append(self.ranks.mean(loss.item()))

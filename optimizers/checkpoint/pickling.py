@@ -63,5 +63,4 @@ def _build(optimizer: ComposedOptimizer, saved: dict[str, Any], state: defaultdi
     for batch in param_sets.batches:
         param_sets.install(batch, param_sets.build(batch, wanted), state, groups[0]["iterate"], saved["state"])
     param_sets.read_spikes(groups)
-    for param_set in param_sets:
-        param_set.skipped.update({name: n for name, n in saved["skipped"].items() if name in param_set.names})
+    param_sets.skip_counts.update(saved["skipped"])

@@ -14,7 +14,7 @@ from eigengraft.errors import counted
 from ..inspect.reporting import ComposedOptimizer
 from ..param_groups import WHOLE_SHARDS, check_values, flat_piece
 from ..stacks.placement import ParamSpec
-from ..state.param_sets import ParamSets, inherit_counts
+from ..state.param_sets import ParamSets
 
 
 def adopt_parameters(optimizer: ComposedOptimizer) -> bool:
@@ -55,7 +55,7 @@ def _rebuild(optimizer: ComposedOptimizer) -> None:
         fresh.declare(group["params"], made.infos)
     fresh.complete(0, groups, state)
     fresh.signals.provided = param_sets.signals.provided
-    inherit_counts(fresh, param_sets)
+    fresh.skip_counts.update(param_sets.skip_counts)
     for old in param_sets:
         old.exchange.close()
     optimizer.state, optimizer.param_sets = state, fresh

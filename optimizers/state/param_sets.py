@@ -69,6 +69,7 @@ class ParamSets:
     signals: signals that stages request.
     schedules: scheduled fields of stages.
     spikes: the check for spikes of losses or gradient norms. None: the recipe has no such check.
+    skip_counts: number of unusable gradients by name of the parameter, as far as the host has read the checks.
     asks_signals: True if a step needs any signal.
     consolidated: entry "state" of state dicts after `consolidate`: the full state, or an empty `ShardedStateDict` on
         ranks that did not receive it. None: `consolidate` was not called, or the state has changed since.
@@ -79,6 +80,7 @@ class ParamSets:
         self.recipe_text, self.follows_peak = recipe.to_json(), recipe.follows_peak()
         self.groups, self.batches = list[ParamGroup](), list[GroupBatch]()
         self.consolidated: dict[str, Any] | None = None
+        self.skip_counts = Counter[str]()
         self.asks_signals = False
         self._shown = ShownState({}, [], [])
         self.signals, self.schedules = Signals(recipe), Schedules(recipe)
@@ -239,7 +241,8 @@ class ParamSets:
         rows += chain.from_iterable(found.values())
         require_own_memory((spec.name, local(parameter)) for parameter, spec in rows)
         sets = [tuple(zip(*rows, strict=True)) for rows in found.values()]
-        return [ParamSet(params, specs, self.recipe, self._assignments.phases) for params, specs in sets]
+        phases, counts = self._assignments.phases, self.skip_counts
+        return [ParamSet(params, specs, self.recipe, phases, counts) for params, specs in sets]
 
     def install(
         self,
@@ -267,7 +270,6 @@ class ParamSets:
             for parameter in param_set.parameters:
                 fill(state[parameter], (values or {}).get(parameter, {}))
             param_set.note_counts()
-        inherit_counts(param_sets, batch.sets)
         for old in batch.sets:
             if all(old is not new for new in param_sets):
                 old.exchange.close()
@@ -401,7 +403,7 @@ class ParamSets:
         Such a gradient is not finite, or too large to be squared.
         """
         self.resolve_deferred()
-        return sum((param_set.skipped for param_set in self), Counter())
+        return self.skip_counts.copy()
 
 
 def require_pairs(recipe: Recipe, spec: ParamSpec) -> None:
@@ -422,12 +424,3 @@ def require_pairs(recipe: Recipe, spec: ParamSpec) -> None:
         f"{spec.name}: the parameter is complex, and {fault}; send it to an entry-wise update with a route, or store "
         "torch.view_as_real of it as the parameter and apply torch.view_as_complex in the forward"
     )
-
-
-def inherit_counts(param_sets: Iterable[ParamSet], before: Iterable[ParamSet]) -> None:
-    """Copy the counts of skipped updates from previous parameter sets into new ones, by name of the parameter."""
-    counts = {param_set: dict(param_set.skipped) for param_set in before}
-    for param_set in param_sets:
-        for other, skipped in counts.items():
-            if other is not param_set:
-                param_set.skipped.update({name: count for name, count in skipped.items() if name in param_set.names})

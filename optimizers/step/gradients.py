@@ -243,14 +243,18 @@ class FiniteCheck:
     failure: policy of the recipe for unusable gradients.
     names: names of the parameters in errors and counts.
     survey: function that returns facts about gradients, summed over all ranks that share the parameters.
-    skipped: number of unusable gradients of each parameter, by name.
+    skipped: number of unusable gradients of each parameter of the optimizer, by name. All checks of the optimizer share
+        this counter.
     """
 
     def __init__(
-        self, failure: Failure, names: Sequence[str], survey: Callable[[GivenGradients], GradientSurvey]
+        self,
+        failure: Failure,
+        names: Sequence[str],
+        survey: Callable[[GivenGradients], GradientSurvey],
+        skipped: Counter[str],
     ) -> None:
-        self.failure, self.names, self.survey = failure, list(names), survey
-        self.skipped: Counter[str] = Counter()
+        self.failure, self.names, self.survey, self.skipped = failure, list(names), survey, skipped
         self._on_host = failure.detect != "device"
         self._deferred: list[_Deferred] = []
         self._stalled, self._checked = 0, 0

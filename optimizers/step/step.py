@@ -66,6 +66,7 @@ class ParamSet:
         specs: Sequence[ParamSpec],
         recipe: Recipe,
         phases: Phases,
+        skip_counts: Counter[str],
     ) -> None:
         self.parameters, self.specs = list(parameters), list(specs)
         rank_group = specs[0].rank_group
@@ -117,12 +118,7 @@ class ParamSet:
             if rank_checks is None
             else RankExchange(specs, self.iterates, recipe, self.parameters, rank_checks, self.block_groups)
         )
-        self.finite_check = FiniteCheck(recipe.failure, self.names, self.exchange.survey)
-
-    @property
-    def skipped(self) -> Counter[str]:
-        """Number of unusable gradients of each parameter, by name."""
-        return self.finite_check.skipped
+        self.finite_check = FiniteCheck(recipe.failure, self.names, self.exchange.survey, skip_counts)
 
     @property
     def update_counts(self) -> NDArray[np.int64]:
