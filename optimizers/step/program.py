@@ -150,23 +150,19 @@ def move(
         parameter.copy_(after_write(scale, parameter, found, per_block(mask, found)))
 
 
-def add_decay(
-    found: Tensor, parameters: Tensor, state: State, sizes: Sequence[StateKey], scale: Callable[..., Tensor]
-) -> Tensor:
-    """Return directions plus the weight decay of parameters, `[n, *block]`.
+def times_step_sizes(parameters: Tensor, state: State, sizes: Sequence[StateKey]) -> Tensor:
+    """Return the parameters of n blocks, multiplied by the step sizes that stages compute for the blocks.
 
-    A stage that multiplies directions by a step size of its own, as Prodigy does, multiplies the decay by it too.
+    A stage that multiplies directions by a step size of its own, as Prodigy does, multiplies weight decay by it too.
 
-    found: directions `[n, *block]`.
     parameters: tensors `[n, *block]` that decay.
     state: state of the stages.
     sizes: names of the slots `[n]` in which stages store a step size for each block.
-    scale: function of (parameters, directions) that returns directions + alpha * parameters.
     """
     for key in sizes:
         size = state.scope(str(key.stage).removeprefix(f"{state.path}."))[key.slot]
         parameters = parameters * per_block(size, parameters)
-    return scale(parameters, found)
+    return parameters
 
 
 def plus_decay(parameters: Tensor, found: Tensor, scale: StepRates) -> Tensor:
@@ -238,11 +234,8 @@ class StackStep:
     def _add_decay(self, found: Tensor) -> Tensor:
         own, ids = self.blocks.stack_state, self.blocks.stack.param_ids
         assert self.decaying is not None
-
-        def scaled(parameters: Tensor, found: Tensor) -> Tensor:
-            return self.rates.map_rows(own.path, ids, plus_decay, parameters, found)
-
-        return add_decay(found, self.decaying, self.state("update"), own.step_sizes, scaled)
+        decaying = times_step_sizes(self.decaying, self.state("update"), own.step_sizes)
+        return self.rates.map_rows(own.path, ids, plus_decay, decaying, found)
 
 
 def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:

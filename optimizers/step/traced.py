@@ -34,7 +34,7 @@ from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
 
 from ..recipe.recipe import UpdateRule
 from ..write.write import StepRates, WeightDecay, WriteNumbers
-from .program import add_decay, direction, move, plus_decay
+from .program import direction, move, plus_decay, times_step_sizes
 
 NumberOfStep = Callable[[Tensor], Tensor]
 """Function from the step of a block, a float64 tensor, to a number that a stage needs, such as a bias correction."""
@@ -281,7 +281,7 @@ class ProgramSource:
         """
         assert self.decay is not None
         scale = StepRates(1.0, given["alpha"], self.decay)
-        return add_decay(found, given["decaying"], state.scope("update"), self.sizes, partial(plus_decay, scale=scale))
+        return plus_decay(times_step_sizes(given["decaying"], state.scope("update"), self.sizes), found, scale)
 
 
 def signal_input(name: str) -> str:
