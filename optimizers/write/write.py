@@ -482,18 +482,11 @@ def write(
         _write([stack], [updates], scale)
         put(tensors, stack.unbind())
         return
-    direct = [x.dtype is u.dtype for x, u in zip(tensors, updates, strict=True)]
-    if all(direct):
-        _write(tensors, updates, scale)
-        return
-    if any(direct):
-        for wanted in (True, False):
-            chosen = [own is wanted for own in direct]
-            write(list(compress(tensors, chosen)), list(compress(updates, chosen)), scale)
-        return
-    wide = copies(tensors, updates[0].dtype)
+    wide = in_dtypes_of(tensors, updates)
     _write(wide, updates, scale)
-    put(tensors, wide)
+    if wide is not tensors:
+        copied = [x is not y for x, y in zip(tensors, wide, strict=True)]
+        put(list(compress(tensors, copied)), list(compress(wide, copied)))
 
 
 def after_write(scale: StepRates, before: Tensor, update: Tensor, mask: Tensor | None = None) -> Tensor:
