@@ -348,7 +348,7 @@ def _reasons(optimizer: Optimizer, averaged: bool) -> Iterator[tuple[str, str]]:
         if name not in RELEASED_SIGNALS:
             yield path, f"its signal '{name}' is known only after backward"
     for param_set in optimizer.param_sets:
-        for key, path in signals.totals(param_set).items():
+        for key, path in param_set.totals.items():
             yield key, f"it is summed over all parameters of {path or 'the update'}"
         plain = [n for n, p in zip(param_set.names, param_set.parameters, strict=True) if not is_dtensor(p)]
         if param_set.rank_group is not None and plain:

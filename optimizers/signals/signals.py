@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from eigengraft.schedules import component_at, schedules, value_at
 from eigengraft.signals import PARTNER, SIDES, Signal, asking, known_signals
 from eigengraft.slots import StateKey
 
-from ..recipe.recipe import Recipe, slot_keys
+from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
 from ..step.exchange import PROVIDERS, Step
 from ..step.spikes import gradient_norm
@@ -347,7 +346,6 @@ class Signals:
             for request in chain.from_iterable(stage.requests for _, stage in rule.stages(path)):
                 if request.when == "first":
                     self.open_first.setdefault(request.name, set()).add(path)
-        self._totals: WeakKeyDictionary[ParamSet, Mapping[str, str]] = WeakKeyDictionary()
         if (lacking := recipe.lacks_total_steps()) is not None:
             raise ValueError(
                 f"{lacking}: depends on the length of the run, which is not known; set `total_steps` of the recipe, or "
@@ -464,7 +462,7 @@ class Signals:
         Such signals are sums of a slot over all blocks of all parameters, and all other signals except those in
         `PER_STACK`, which are computed when a stack is updated.
         """
-        return not self.asking.keys() <= PER_STACK or any(map(self.totals, param_sets))
+        return not self.asking.keys() <= PER_STACK or any(param_set.totals for param_set in param_sets)
 
     def collect(self, parameters: Sequence[Tensor]) -> None:
         """Call the functions that were given to `provide`, and store the values that they return for this step."""
@@ -522,7 +520,7 @@ class Signals:
             asked = [self.asked[path].get("gradient_norm") for path in {spec.path for spec in param_set.specs}]
             clip = "clip gradients before step() by their norm over all pipeline stages (docs/guide/distributed.md)"
             paths |= {path: f"; {clip}, or {remedy}" for path in asked if path is not None}
-            totals = self.totals(param_set).items()
+            totals = param_set.totals.items()
             paths |= {StateKey.parse(key).stage: f"; {remedy}" for key, path in totals if path in elsewhere}
         if (spike := self.recipe.failure.spike) is not None and spike.measure == "gradient_norm":
             paths["failure.spike"] = f"; compare losses, with failure.spike.measure=loss, or {remedy}"
@@ -531,19 +529,6 @@ class Signals:
                 f"{path}: needs a sum over all parameters of the model, but {counted(len(others), 'parameter')} "
                 f"{'belongs' if len(others) == 1 else 'belong'} to other optimizers (submodel){what}"
             )
-
-    def totals(self, param_set: ParamSet) -> Mapping[str, str]:
-        """Return the slots of which stages read the sum over all blocks and ranks.
-
-        The result is {dotted path of the slot: path of the update rule}.
-        """
-        if param_set not in self._totals:
-            kinds = {(group.path, group.shape) for group in param_set.block_groups}
-            kinds |= {(state.path, state.stack.block) for state in param_set.stack_states}
-            slots = [(path, slot_keys(param_set.rules[path], path, block)) for path, block in kinds]
-            found = {key.name: path for path, own in slots for key, slot in own.items() if slot.total}
-            self._totals[param_set] = dict(sorted(found.items()))
-        return self._totals[param_set]
 
     def _of_all(
         self, ready: Sequence[tuple[ParamSet, Step]], taken: int | None
@@ -562,7 +547,7 @@ class Signals:
             yield "gradient_norm", gradient_norm([step for _, step in ready])
         totals: dict[str, Tensor] = {}
         for param_set, _ in ready:
-            for key, total in _slot_totals(param_set, list(self.totals(param_set))).items():
+            for key, total in _slot_totals(param_set, list(param_set.totals)).items():
                 totals[key] = totals[key] + total.to(totals[key].device) if key in totals else total
         yield from totals.items()
 

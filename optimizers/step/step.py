@@ -19,7 +19,7 @@ from eigengraft.signals import asking
 from eigengraft.slots import StateKey
 from eigengraft.step_context import StepContext
 
-from ..recipe.recipe import Recipe, Route
+from ..recipe.recipe import Recipe, Route, slot_keys
 from ..stacks.placement import ParamSpec, Phases
 from ..stacks.rank_checks import RankChecks
 from ..stacks.stack import ActiveBlocks, StackState, active_blocks, build
@@ -124,6 +124,15 @@ class ParamSet:
     def update_counts(self) -> NDArray[np.int64]:
         """`[P]`, number of updates of each parameter, without first gradients that only initialized statistics."""
         return self.step_counts - self._priming
+
+    @cached_property
+    def totals(self) -> dict[str, str]:
+        """The slots of which stages read the sum over all blocks and ranks: {path of the slot: path of the update}."""
+        kinds = {(group.path, group.shape) for group in self.block_groups}
+        kinds |= {(state.path, state.stack.block) for state in self.stack_states}
+        slots = [(path, slot_keys(self.rules[path], path, block)) for path, block in kinds]
+        found = {key.name: path for path, own in slots for key, slot in own.items() if slot.total}
+        return dict(sorted(found.items()))
 
     @property
     def real_parameters(self) -> Sequence[Tensor]:
