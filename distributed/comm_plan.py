@@ -117,7 +117,7 @@ class Transfer:
     @cached_property
     def view(self) -> EntryView:
         """A function that accepts this rank's shard of a tensor and returns a view of the entries of this transfer."""
-        return _whole if self.whole else itemgetter(self.region.box.within(self.held))
+        return (lambda x: x) if self.whole else itemgetter(self.region.box.within(self.held))
 
 
 class Message:
@@ -264,10 +264,6 @@ class CommPlan:
         """
         own = self.block_groups[group]
         return torch.empty(len(own.owned(self.rank_group.rank)), *own.shape, dtype=own.dtype, device=own.device)
-
-
-def _whole(x: Tensor) -> Tensor:
-    return x
 
 
 def pack(block_groups: Sequence[BlockGroup], limit: int) -> list[list[int]]:

@@ -626,16 +626,12 @@ def _by_position(name: str, gathered: Mapping[int, Tensor], param_set: ParamSet)
         elif extent == "outputs":
             found[at] = for_outputs(value, param_set, at, name)
         else:
-            found[at] = _side_matrix(value, param_set, at, name)
+            spec = param_set.specs[at]
+            try:
+                found[at] = SideMatrix.of(value, spec.shape, spec.matrices, SIDES[extent])
+            except ValueError as error:
+                raise ValueError(f"provide: '{name}' of {spec.name}: {error}") from None
     return found
-
-
-def _side_matrix(value: Tensor, param_set: ParamSet, at: int, name: str) -> SideMatrix:
-    spec = param_set.specs[at]
-    try:
-        return SideMatrix.of(value, spec.shape, spec.matrices, SIDES[known_signals()[name].extent])
-    except ValueError as error:
-        raise ValueError(f"provide: '{name}' of {spec.name}: {error}") from None
 
 
 def _slot_totals(param_set: ParamSet, keys: Sequence[str]) -> dict[str, Tensor]:

@@ -513,14 +513,10 @@ def finite_gradients(gradients: Sequence[Tensor], linear: Sequence[bool]) -> Ten
     for order, wanted in ((2.0, False), (math.inf, True)):
         here = [place for place, own in enumerate(linear) if own is wanted]
         for places, norms in norms_by_dtype([gradients[place] for place in here], order=order):
-            good = norms < (math.inf if wanted else _largest_norm(norms.dtype))  # False for nan
-            found.append(([here[place] for place in places], good))
+            # the least power of 2 whose square overflows
+            limit = math.inf if wanted else 2.0 ** (round(math.log2(torch.finfo(norms.dtype).max)) // 2)
+            found.append(([here[place] for place in places], norms < limit))  # False for nan
     if len(found) == 1:
         return found[0][1]
     flags = {place: flag for places, good in found for place, flag in zip(places, good.unbind(), strict=True)}
     return torch.stack([flags[place] for place in range(len(gradients))])
-
-
-def _largest_norm(dtype: torch.dtype) -> float:
-    """Return the least power of 2 whose square overflows. The square of each smaller number is finite."""
-    return 2.0 ** (round(math.log2(torch.finfo(dtype).max)) // 2)

@@ -197,11 +197,6 @@ def _change(
             put(own, changed, [mask[index] for index in indices])
 
 
-def _minus_product(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """Compute x <- x - weight y in place, and return x. The values of y are overwritten by weight y."""
-    return x.sub_(y.mul_(weight))
-
-
 def _equal(weights: Sequence[float | Tensor]) -> list[tuple[Any, list[int]]]:
     """Return pairs (weight, indices at which this weight occurs), one for each different weight.
 
@@ -441,7 +436,7 @@ class BaseAndAverage(Averaging, ABC):
         update(z)
         blended = over_stacks(torch.lerp, y, old, c)
         torch._foreach_sub_(old, list(z))  # -D
-        put(y, over_stacks(_minus_product, blended, old, left), batch.mask)
+        put(y, over_stacks(lambda x, d, weight: x.sub_(d.mul_(weight)), blended, old, left), batch.mask)
 
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
         return torch._foreach_lerp(list(batch.slots["z"]), list(batch.y), 1 / self.mu_and_decay[0])

@@ -30,11 +30,7 @@ class RadialBrake(Constraint):
         squares = context.squares(parameters)
         along = context.dots(updates, parameters) / squares
         cut = torch.where((squares > 0) & along.isfinite(), along.clamp_max(0), 0.0) * self.strength
-        return over_stacks(_minus_product, updates, parameters, cut.to(updates[0].dtype))
-
-
-def _minus_product(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
-    return x - y * factor
+        return over_stacks(lambda x, y, factor: x - y * factor, updates, parameters, cut.to(updates[0].dtype))
 
 
 class RowFloor(Constraint):
