@@ -30,13 +30,13 @@ from eigengraft.numerics import active_fake_mode, full_products, never_compiled,
 from eigengraft.preconditioners.base import store_results
 from eigengraft.slots import DelayedRefreshes, State
 
-from .streams import Streams, streams_of
+from .streams import Streams
 
 Results = Mapping[str, Tensor]
 """Results of a refresh, by name of the pending slot that stores each result until it takes effect."""
 
 
-SIDE_STREAMS: dict[str, Callable[[torch.device], Streams]] = {"cuda": streams_of}
+SIDE_STREAMS: dict[str, Callable[[torch.device], Streams]] = {"cuda": Streams}
 """For each type of device that has side streams: function that returns the streams of a device. Other types, such as a
 CPU, have none."""
 
@@ -118,7 +118,7 @@ class StackRefreshes(DelayedRefreshes):
                 store_results(state, solve())
             return
         if self._side is None:
-            self._side = Streams() if kind == "cpu" else SIDE_STREAMS[kind](self.device)
+            self._side = SIDE_STREAMS.get(kind, Streams)(self.device)
         # `full_products` changes a setting of torch that applies to all threads. In the worker thread it would also
         # change the products of training, so the refresh is computed here, where training waits for it.
         if products_are_rounded(self.device):

@@ -24,7 +24,7 @@ from torch import Tensor
 from eigengraft.quantization.offload import HostBuffer
 
 from ..stacks.stack import StackState
-from ..stacks.streams import streams_of
+from ..stacks.streams import Streams
 
 Group = Sequence[StackState]
 """Stacks whose stages sum over the same parameter. Their state must be on the device at the same time."""
@@ -128,7 +128,7 @@ class CopiedState:
     """
 
     def __init__(self, device: torch.device, sizes: Sequence[int], groups: Sequence[Group]) -> None:
-        self._streams = streams_of(device)
+        self._streams = Streams(device)
         buffers = min(2, len(groups))
         self._buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(buffers)]
         made = self._streams.mark()

@@ -578,7 +578,7 @@ def test_copies_and_programs_are_ordered(lacking: str, monkeypatch: pytest.Monke
     optimizer = Optimizer(parameters, "sgd", overrides={"storage": storage, "routes": []})
     groups = [[own] for own in optimizer.stack_states()]
     clocks = Clocks()
-    monkeypatch.setattr("eigengraft.optimizers.step.offload.streams_of", lambda device: clocks)
+    monkeypatch.setattr("eigengraft.optimizers.step.offload.Streams", lambda device: clocks)
     sizes = [sum(buffer.memory.numel() for buffer in own.host_buffers) for (own,) in groups]
     offloaded = OffloadedState(groups, torch.device("cpu"))
     if lacking == "wait":
