@@ -165,8 +165,8 @@ class Stage(Schedulable, ABC, family="stage"):
     Gradient and direction. The first stage of a recipe receives one tensor as both, the gradient. Until a stage with
     slots has run (slots of chains inside a stage count, too), the following stages receive each result as both
     `gradient` and `direction`. In `[clip_norm, momentum, rms]` `momentum` and `rms` thus receive the clipped gradient.
-    The result of the first stage with slots, here `momentum`, is the direction alone. From then on the direction is a
-    tensor of its own, and all following stages receive the same gradient.
+    The result of the first stage with slots, here `momentum`, replaces only the direction. From then on gradient and
+    direction are two tensors, and all following stages receive the same gradient.
 
     Chains inside. Declare a field `chain: Stages = Field(alias="inner")`. The alias is needed because no field may have
     the name of a hook. Let `inner(block)` return `{"inner": Inner(self.chain, small)}`, where `small` is the block that

@@ -224,7 +224,7 @@ def _steps_due(phases: NDArray[np.float64], steps: int, offset: int, staggered: 
     phases: for each block the fraction of a period, in [0, 1), after which it is due.
     steps: length of a period.
     offset: step at which blocks with the phase 0 are due.
-    staggered: False if all blocks are due at the step of the phase 0, whatever their phases.
+    staggered: False: all blocks are due at the same step, as if all phases were 0.
     """
     spread = phases if staggered else phases * 0
     due: NDArray[np.int64] = (((spread * steps + ROUNDED) // 1 + offset) % steps).astype(np.int64)

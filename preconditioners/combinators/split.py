@@ -125,7 +125,7 @@ class Split(Stage):
         return mode_product(mapped, state["basis"], self._axis(state.block)) + rest
 
     def _divided(self, state: State, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (coordinates of x in the subspace, the rest of x after its projection on the subspace is subtracted).
+        """Return (coordinates of x in the subspace, x minus its projection on the subspace).
 
         For blocks with one axis, return (x, zeros).
         """

@@ -14,8 +14,8 @@ from ..base import Stage, Traits
 
 
 class Identity(Stage):
-    """d, the direction unchanged. Alone this is stochastic gradient descent; as the `magnitude` of a `graft`, SGD
-    grafting.
+    """d, the direction unchanged. As the only stage of a chain, it gives stochastic gradient descent; as the
+    `magnitude` of a `graft`, SGD grafting.
     """
 
     kind: Literal["identity"] = "identity"

@@ -308,9 +308,9 @@ class RMS(Stage):
         """Return which entries of a block of this shape share one second moment: the entries of a "row", a "column" or
         the "block". The result is "entry" if each entry has a second moment of its own.
 
-        This is the field `per`, with "longest" replaced by "row" for blocks with at least as many rows as columns, and
-        else by "column". "longer" is replaced in the same way, but by "block" for square blocks. For a vector the
-        result is "entry", unless `per` is "block".
+        The result is the field `per`, with three exceptions. For a vector it is "entry", unless `per` is "block". For
+        "longest" it is "row" if the block has at least as many rows as columns, and else "column". For "longer" it is
+        the same, but "block" for square blocks.
         """
         if len(block) < 2 and self.per != "block":
             return "entry"

@@ -41,10 +41,10 @@ class Standardize(Stage):
 class Sinkhorn(Stage):
     """Scale rows of X to RMS 1, then its columns, `rounds` times;  X is a block as a matrix, first axis x the rest.
 
-    Alone the stage is the optimizer SinkGD (Scetbon et al. 2025, arXiv:2502.06742, Algorithm 3); it is also used inside
-    `adaptive_rotation`. For a square X of order n, the matrix of squared entries divided by n converges to the doubly
-    stochastic matrix of Sinkhorn & Knopp (1967). A vector is scaled to RMS 1. Rows and columns that have only rounding
-    errors of the largest entry become 0.
+    As the only stage of a chain it is the optimizer SinkGD (Scetbon et al. 2025, arXiv:2502.06742, Algorithm 3). It is
+    also used inside `adaptive_rotation`. For a square X of order n, the matrix of squared entries divided by n
+    converges to the doubly stochastic matrix of Sinkhorn & Knopp (1967). A vector is scaled to RMS 1. Rows and columns
+    that have only rounding errors of the largest entry become 0.
     """
 
     kind: Literal["sinkhorn"] = "sinkhorn"

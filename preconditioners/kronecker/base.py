@@ -93,8 +93,8 @@ class Factored(Stage):
 
     @abstractmethod
     def power(self, state: State, axis: int, exponent: Fraction, estimate: Tensor) -> Power:
-        """Return A^exponent for the statistic A of an axis, in the form of a `Power`. Statistics with a `needs_power`
-        whiten gradients by this power.
+        """Return A^exponent for the statistic A of an axis, in the form of a `Power`. Statistics whiten gradients by
+        this power if their `needs_power` is not None.
 
         The power is computed from the root or basis that the stage stores, and from the estimate.
 
@@ -221,9 +221,10 @@ class Factored(Stage):
         Stacking copies the matrices. Axes are grouped only if the copies have at most as many entries as all N blocks
         of the optimizer's stack, so that the copies need no more memory than other tensors of a step.
 
-        If the size of a matrix is no multiple of a cache line, the limit is lower: as many entries as the n refreshed
-        blocks. The last bits of products then depend on the index of a matrix in the stack, so that the groups must not
-        depend on n. With the lower limit they do not, because copies and limit are both proportional to n.
+        If the size of a matrix is no multiple of a cache line, the last bits of its products depend on its index in the
+        stack, and therefore on the groups. The groups must therefore be the same for any number n of refreshed blocks.
+        In this case the limit is the number of entries of these n blocks. Copies and limit are then both proportional
+        to n, so that the groups do not depend on n.
         """
         found: dict[object, list[int]] = {}
         for axis in axes:

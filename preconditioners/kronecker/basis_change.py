@@ -354,8 +354,8 @@ def _unmet_condition(statistic: Statistic, inner: tuple[Stage, ...], keeps_all_c
 def _as_one_tensor(parts: list[tuple[Tensor, Slot]]) -> Tensor:
     """Return a second moment v as one tensor `[N, *block]`, with length 1 along each axis over which v is a mean.
 
-    parts: the tensors of the moment, each with its slot. A factored moment has two tensors. A full moment, or a moment
-        of rows or columns alone, has one.
+    parts: the tensors of the moment, each with its slot. A factored moment has two tensors. All other moments have one
+        tensor: a full moment, and a moment with one number for each row or each column.
     """
     along = {"row": -1, "column": -2}
     first, *others = (x.unsqueeze(along[slot.frame]) if slot.frame in along else x for x, slot in parts)
@@ -405,9 +405,9 @@ def _factors(marginals: Mapping[int, Tensor], sums: Sequence[Tensor], power: flo
 def _factor(d: Tensor, s: Tensor, power: float) -> Tensor:
     """Return the factors (d / s)^power by which a second moment v is multiplied along one axis to correct its sums.
 
-    d is first scaled to the same total as s. The factor is 1 where d or s is 0. If v is multiplied along this axis
-    alone, with power 1, its sums become d. A smaller power corrects only a part of the difference. It is used for a
-    factored second moment, whose two vectors are both corrected (see `fit_second_moments`).
+    d is first scaled to the same total as s. The factor is 1 where d or s is 0. If v is multiplied along this axis and
+    no other, with power 1, its sums become d. A smaller power corrects only a part of the difference. The caller uses
+    it for a factored second moment, because both of its vectors are corrected (see `fit_second_moments`).
 
     d: sums that v should have over all other axes, `[N, length of the axis]`.
     s: the present sums of v over all other axes, in the same shape.

@@ -1,4 +1,4 @@
-"""Shampoo from eigenvectors and eigenvalues alone (4-bit Shampoo, Wang et al. 2024, arXiv:2405.18144, Algorithm 1)."""
+"""Shampoo that stores only eigenvectors and eigenvalues (Algorithm 1 of 4-bit Shampoo, arXiv:2405.18144)."""
 
 from __future__ import annotations
 

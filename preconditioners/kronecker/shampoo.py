@@ -97,7 +97,7 @@ class Shampoo(Factored, DelayedRefresh):
         return {}
 
     def solved_alike(self, block: tuple[int, ...], axis: int) -> Hashable:
-        # If 4 does not divide the length of an axis, the last bits of products of its matrix depend on the place of the
+        # If 4 does not divide the length of an axis, the last bits of products of its matrix depend on the index of the
         # matrix in a stack. Such an axis has a key of its own, so that a solver computes its matrix alone.
         return self._exponent(block, axis), 0 if block[axis] % 4 == 0 else axis
 

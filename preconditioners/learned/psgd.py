@@ -169,11 +169,11 @@ gradient.
 
 
 class FactorStep(NamedTuple):
-    """How the factors of PSGD's preconditioner are updated in one of the forms that the field `form` names.
+    """Two functions that together update the factors of PSGD's preconditioner, for one value of the field `form`.
 
-    terms: function of the factors, the damped gradient h and the probe v (a random tensor). It returns (size, terms).
-        For each axis there are two terms, and the descent direction T of the factor is their difference times size^2.
-        The terms are divided by size^2, with size `[N]`, so that they do not overflow.
+    terms: function of the factors, the damped gradient h and the probe v (a random tensor). It returns (size, terms),
+        with two terms for each axis. Their difference times size^2 is T, the descent direction of the axis's factor.
+        The terms are returned divided by size^2, with size `[N]`, so that they do not overflow.
     move: function of a factor and of its step m T / L, with m the step size and L a bound of the size of T. It returns
         the updated factor.
     probed: True if the terms need the probe v.

@@ -27,7 +27,7 @@ class _RootTensors(NamedTuple):
 class Root(_RootTensors):
     """The result of a root solver. All tensors stay on the device, so that the host does not wait.
 
-    `Root(value)` is enough for a solver that fails only with numbers that are not finite.
+    `Root(value)` is enough for a solver whose result has a number that is not finite whenever it fails.
 
     value: `[N, d, d]`, the inverse root. For a diagonal matrix given as its diagonal it is `[N, d]`.
     ok: bool `[N]`, False where the solver failed and the value must not be used. Default: True where the value is
@@ -62,7 +62,8 @@ class _BasisTensors(NamedTuple):
 
 
 class Basis(_BasisTensors):
-    """The result of a basis solver. `Basis(q)` is enough for a solver that fails only with numbers that are not finite.
+    """The result of a basis solver. `Basis(q)` is enough for a solver whose result has a number that is not finite
+    whenever it fails.
 
     q: `[N, d, r]`, eigenvectors in columns, r = d or fewer.
     order: `[N, r]`, the index of the old column from which each new column was computed. None, the default: columns

@@ -80,8 +80,9 @@ class PowerIteration(EigenvalueBound):
 
     This is an estimate, not a bound. Without the factor, the estimate is at most the largest eigenvalue. An accurate
     estimate needs many steps if the second eigenvalue is close to the largest. A factor of 2 makes up for few steps
-    (DASH, arXiv:2602.02016). The start vectors are deterministic: fractional parts of multiples of the golden ratio.
-    From 32 steps on, a product with A^4 makes four of them, and vectors are normalized after every fourth product.
+    (DASH, arXiv:2602.02016). The start vectors are deterministic: fractional parts of multiples of the golden ratio. If
+    `steps` is 32 or more, one product with A^4 replaces four steps, and vectors are normalized after every fourth
+    product.
     """
 
     kind: Literal["power_iteration"] = "power_iteration"
@@ -118,7 +119,7 @@ most d^4, and squares of their entries do not overflow in float32 for d up to 40
 
 
 def _scaled_square(a: Tensor) -> Tensor:
-    """Return A^2, divided by its largest entry, for positive semi-definite A `[N, d, d]`."""
+    """Return A^2 / max(A^2), with max over the entries of each matrix, for positive semi-definite A `[N, d, d]`."""
     square = torch.bmm(a, a)
     peak = square.diagonal(dim1=-2, dim2=-1).amax(-1)  # the largest entry is on the diagonal
     return square / peak.clamp_min(tiny(a.dtype))[:, None, None]

@@ -95,8 +95,8 @@ class Iterative(RootSolver):
 
         c: C = (A + r I) / t `[N, d, d]`, the scaled matrices with the ridge r.
         exponent: e.
-        ridge: lower bound of r, in units of the bound or estimate of A's largest eigenvalue that `scaling` gives. It is
-            0 if the host knows no lower bound.
+        ridge: lower bound of r / s, where s is the largest eigenvalue of A as `scaling` bounds or estimates it. 0: the
+            host knows no lower bound.
         """
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:

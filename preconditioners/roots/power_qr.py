@@ -106,8 +106,8 @@ def ordered_step(aq: Tensor, q: Tensor, order: Tensor, orthonormal: Orthonormal)
 
     aq: A Q, the product of the matrices A with their bases Q.
     q: Q.
-    order: `[N, r]`, for each column of q the index of the column, before the first step of this refresh, from which it
-        was computed. The returned order is this list, sorted as the columns of q are.
+    order: `[N, r]`, for each column of q, the index of the column of the last refresh's basis from which it was
+        computed. The returned order is `order`, permuted in the same way as the columns of q.
     orthonormal: function that orthonormalizes A Q.
     """
     descending = (q * aq).sum(-2).argsort(dim=-1, descending=True, stable=True)  # [N, r]

@@ -129,15 +129,16 @@ class Bregman(Statistic):
 class _Whitening(NamedTuple):
     """The map that whitens a gradient along one axis, for the contributions to the factors of all other axes.
 
-    The gradient is multiplied by the power q - 1 of the factor of this axis, with q the field `q` of `Bregman`.
+    The gradient is multiplied by F^(q - 1), where F is the factor of this axis, and q the field `q` of `Bregman`. u is
+    the mean eigenvalue of F. In blocks in which F^(q - 1) cannot be computed yet, F is replaced by r I (see `Bregman`),
+    and u is r.
 
-    left, right: the two matrices whose product is the power q - 1 of the factor divided by u, as in `Power`. u is the
-        mean eigenvalue of the factor.
-    half: `[N]`, the number by which `left` and `right` are multiplied: u^((q - 1) / 2), or u^(-1/2) with `normalize:
-        trace`. None: the axis has no factor.
-    known: bool `[N]`, False for blocks whose power cannot be computed yet. None: it is known for all blocks.
-    trace: `[N]`, the number by which contributions to other factors are divided: the trace of the power q of the factor
-        divided by u, or the length of the axis.
+    left, right: the two matrices with left^T right = (F / u)^(q - 1), as in `Power`. None: the identity.
+    half: `[N]`, the number by which `left` and `right` are both multiplied: u^((q - 1) / 2), or u^(-1/2) with
+        `normalize: trace`. None: the axis has no factor.
+    known: bool `[N]`, False for blocks in which F^(q - 1) cannot be computed yet. None: there are no such blocks.
+    trace: `[N]`, the number by which contributions to other factors are divided: the trace of (F / u)^q, or the length
+        of the axis.
     """
 
     left: Tensor | None
@@ -160,8 +161,8 @@ class _Whitening(NamedTuple):
     def _along(self, x: Tensor, matrix: Tensor | None, axis: int) -> Tensor:
         """Return x multiplied along the axis by `matrix` and by the numbers `half`, one for each block.
 
-        Blocks in which the power of the factor is not known are multiplied by their number alone. If the axis has no
-        factor, x is returned.
+        Blocks in which `known` is False are multiplied only by their number in `half`. If the axis has no factor, x is
+        returned.
 
         matrix: the field `left` or `right`; None if the power is a multiple of the identity.
         """

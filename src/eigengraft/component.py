@@ -352,7 +352,7 @@ class Component(BaseModel, metaclass=ComponentType):
         Fields that are None, and None by default, are left out.
 
         short: True to leave out every field that has its default, also in the components inside this one. A component
-            that is nothing but its kind is then the bare kind.
+            of which only `kind` is left is then returned as this text, not as a mapping.
         """
         data, written = self.model_dump(mode="json"), dict[str, Any]()
         for name in sorted(type(self).model_fields, key=lambda name: (name != "kind", name != "name")):
@@ -371,7 +371,7 @@ def components_in(
     """Yield (dotted path, component) for a component and for every component in its fields, the outer one first.
 
     Paths are those of overrides: a field has its alias if it has one, a stage of a chain its name, an item of another
-        list its index, and a value of a mapping its key.
+    list its index, and a value of a mapping its key.
 
     path: path of the component itself.
     walked: function that returns which fields of a component to search, by name. None: all fields are searched.

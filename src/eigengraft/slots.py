@@ -357,7 +357,7 @@ class State:
     path: path of the stage.
     rows: the selected rows; None: all rows.
     mask: bool `[n]`, True for each selected row that may be written; None: all of them.
-    storage: encoded slots and random numbers; None: every slot is stored as it is.
+    storage: formats of encoded slots, and random numbers for rounding; None: every slot is stored as it is.
     """
 
     def __init__(

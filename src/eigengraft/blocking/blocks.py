@@ -180,23 +180,24 @@ class BlockGrid:
         return BlockGrid(self.merged, ones, self.step, moved, self.joined, (key,), (matrix,))
 
     def in_parameter(self, x: Tensor) -> list[Tensor]:
-        """Return one view of x for each piece of a block. It has the entries of this piece in all blocks of the grid.
+        """Return views of x, one for each piece of a block.
 
-        All blocks of the grid consist of the same pieces, in most grids of only one. A piece is a part of a block that
-        is a box in the parameter, too. The first axes of a view are those of the grid (`count`), the others are those
-        of the piece.
+        A piece is a part of a block that is a box both in the block and in the parameter. Most blocks are a single
+        piece, and all blocks of the grid consist of the same pieces. A view has the entries of its piece in all blocks:
+        its first axes are those of the grid (`count`), its last axes are those of the piece.
 
         x: the parameter, or a tensor with as many entries, in the shape `merged`.
         """
         return self._views(x, self._pieces_of_parameter)
 
     def in_blocks(self, blocks: Tensor) -> list[Tensor]:
-        """Return one tensor for each piece of a block. It has the entries of this piece in all n blocks.
+        """Return tensors with the entries of the n blocks, one for each piece of a block.
 
-        All blocks of the grid consist of the same pieces, in most grids of only one. A piece is a part of a block that
-        is a box in the parameter, too. `in_parameter` returns tensors of the same shapes with the same entries of the
-        parameter, so that `copy_` between the two lists gathers or scatters blocks. The results are views if `blocks`
-        is contiguous, else copies.
+        A piece is a part of a block that is a box both in the block and in the parameter. Most blocks are a single
+        piece, and all blocks of the grid consist of the same pieces. A tensor has the entries of its piece in all n
+        blocks. `in_parameter` returns tensors of the same shapes with the same entries of the parameter, so that
+        `copy_` between the two lists gathers or scatters blocks. The results are views if `blocks` is contiguous, else
+        copies.
 
         blocks: the n blocks of the grid, `[n, *shape]`.
         """

@@ -312,7 +312,7 @@ def _axes(shape: tuple[int, ...], matrices: Matrices, side: MatrixSide) -> tuple
 
 
 def side_of_blocks(index: Tensor, side: MatrixSide) -> Tensor:
-    """Return the numbers of the c inputs (columns) or outputs (rows) of its parameter that each block covers, `[N, c]`.
+    """Return for each block the numbers of the c inputs (columns) or outputs (rows) that it covers, `[N, c]`.
 
     Raises ValueError if the rows of a block have different inputs, or if its columns have different outputs.
 

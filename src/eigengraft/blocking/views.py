@@ -175,7 +175,8 @@ class Matrices(View):
         return bool(self.sections) or self.heads is not None
 
     def axis(self, shape: tuple[int, ...]) -> int:
-        """Return the axis of outputs, or the axis of inputs with `side: inputs`. Sections and heads are parts of it.
+        """Return the axis of outputs, or the axis of inputs with `side: inputs`. Sections and heads are parts of this
+        axis.
 
         shape: shape of the parameter.
         """
@@ -183,7 +184,7 @@ class Matrices(View):
         return self.batch if first else len(shape) - 1
 
     def parts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the lengths of the field `sections`. Without sections, the full axis counts as one section.
+        """Return the length of each section, from the field `sections`. Without sections, the full axis is one section.
 
         shape: shape of the parameter.
         """
@@ -222,7 +223,9 @@ class Matrices(View):
         return ViewChoice(self, "as the recipe says")
 
     def fields(self) -> str:
-        """Return the fields that are not at their default, as a recipe would write them."""
+        """Return the fields that are not at their default as text, such as "batch: 1, heads: 8"; "the parameter as it
+        is" if all are.
+        """
         set_ = {name: value for name, value in self if value != type(self).model_fields[name].default}
         return ", ".join(f"{name}: {value}" for name, value in set_.items()) or "the parameter as it is"
 
@@ -238,7 +241,7 @@ class Matrices(View):
 class ViewChoice(NamedTuple):
     """The matrices of one parameter, and the reason.
 
-    matrices: which entries form a matrix.
+    matrices: the matrices.
     why: the reason; "" if there was nothing to decide.
     decided: False if the matrices are only a guess from the shape. Stages that need matrices refuse a guess.
     """
@@ -283,9 +286,11 @@ class ModuleFacts:
 
     convolution: True if the parameter counts as a parameter of a convolution, by its module or by its shape; None: no
         module is known.
-    matrices: which entries form a matrix, by the layout of projections, heads and experts; None: unknown.
-    source: where the facts come from, in a few words.
-    factor: which factor of a product B A the parameter is, as in LoRA; None: it is no factor.
+    matrices: the matrices of the parameter, which follow from the layout of projections, heads and experts; None:
+        unknown.
+    source: short text about the origin of the facts.
+    factor: for a parameter that is A or B in a product B A, as in LoRA: which of the two it is, and the name of the
+        other. None: it is no factor of a product.
     """
 
     convolution: bool | None = None
@@ -295,13 +300,13 @@ class ModuleFacts:
 
 
 class Batches(View):
-    """A rule for tensors of three or more axes: the last two axes form a matrix, the axes before them number matrices.
+    """A rule for tensors `[*batch, m, n]` of three or more axes: one matrix `[m, n]` for each index of `batch`.
 
     The weight of a convolution is an exception: it is one tensor, whose axes `blocking` merges. A convolution is
     recognized by its module. If the module is not known, a tensor counts as the weight of a convolution if its axes
-    after the second are at most 16 long. For two kinds of shapes this is a guess: three axes with a last axis of at
-    most 16, and more than three axes with an axis above 16 after the second one. Stages that need matrices refuse these
-    shapes if the module is not known.
+    after the second are at most 16 long. This rule is only a guess in two cases: if it takes a tensor of three axes for
+    a convolution, or a tensor of more than three axes for a batch of matrices. Stages that need matrices refuse a
+    guess.
     """
 
     kind: Literal["batches"] = "batches"
