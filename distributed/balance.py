@@ -73,10 +73,10 @@ class Loads:
 
     @property
     def critical_path(self) -> float:
-        """Return the work of a refresh interval for the ranks together, in the unit of `constant`.
+        """Return the length of the critical path of a refresh interval, in the unit of `constant`.
 
-        All ranks wait for the busiest one in each step. The result is therefore the work of the busiest rank at each
-        step, summed over the steps of a refresh interval.
+        In each step all ranks wait for the busiest one. The critical path is therefore the work of the busiest rank at
+        each step, summed over the steps of the interval.
         """
         return float((self.constant[:, None] + self.refresh).max(0).sum())
 

@@ -136,17 +136,18 @@ class CheckedSums:
 
 @dataclass(frozen=True)
 class SameNumbers:
-    """Numbers that must be equal on all ranks.
+    """Numbers that must be equal on all ranks, and the texts of the error that is raised if they are not.
 
     subject: beginning of the error message.
-    numbers: the numbers of this rank, by name. Each value is one number. With a tolerance it may be a tensor `[n]` of n
-        numbers. The host reads a tensor on a device only if ranks differ.
+    numbers: the numbers of this rank, by name. Each value is one number or, with a tolerance, a tensor `[n]`, for
+        example the norms of n gradients. The host reads a tensor on a device only if ranks differ.
     remedy: end of the error message.
     entries: names of the n entries of each tensor in `numbers`. (): `numbers` has one number for each name.
     tolerance: allowed standard deviation over ranks, in units of the mean; 0: all bits must be equal.
-    absent: "": all ranks have all numbers. Otherwise the name of a field `[n]`, which the caller sums over ranks, too.
-        It has a 1 for each number that a rank lacks, and 0 for all other numbers. A number that a rank lacks is 0 in
-        its `numbers`. Such a number is compared only between the ranks that have it.
+    absent: name of a field `[n]` that says which entries a rank lacks, such as norms of missing gradients. The field is
+        1 for an entry that this rank lacks, and 0 for all others. The caller sums it over ranks together with `fields`.
+        An entry that a rank lacks is 0 in the rank's `numbers`, and is compared only between the ranks that have it.
+        "": all ranks have all numbers.
     """
 
     subject: str

@@ -39,7 +39,7 @@ class PlacedBlock:
     position: position of the block's parameter among the parameters that the ranks share.
     grid: the place of the block in its parameter, as a grid that contains only this block.
     owner: rank that holds the block's state and computes its update.
-    row: index of the block in the owner's stack, which has all blocks of the block's group with this owner.
+    row: index of the block in the stack that the owner has for the block's group.
     """
 
     position: int
@@ -50,7 +50,7 @@ class PlacedBlock:
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Blocks of all ranks that have one shape and are computed by the same update rule of the recipe.
+    """Blocks of one shape, of all ranks, that are updated by the same update rule of the recipe.
 
     path: path of the update rule in the recipe.
     shape: shape of a block.
@@ -185,7 +185,7 @@ class CommPlan:
     """All rounds of messages of a parameter set.
 
     rank_group: the ranks that share the parameters.
-    layouts: the entries of each parameter that each rank holds, by position.
+    layouts: for each parameter, by position, the entries that each rank holds.
     block_groups: groups of the blocks that ranks exchange, for all parameters.
     names: names of the parameters in errors, by position.
     limit: largest size of a round, in bytes of the updates of all ranks.

@@ -48,8 +48,9 @@ class Layout:
     boxes: `[R]`, entries that each rank holds; a box may be empty.
     replicas: `[R]`, index of the replica to which each rank belongs. The ranks of one replica together hold every entry
         exactly once.
-    parts: a second layout, in which no entry is held twice. It divides entries that several ranks hold among these
-        ranks; a rank's part may be empty. None if the parameter is 0-d or has no entries, or if no entry is held twice.
+    parts: a second layout, in which no entry is held twice. Ranks that hold the same entries in this layout hold
+        different parts of them in the second one; a rank's part may be empty. None if the parameter is 0-d or has no
+        entries, or if no entry is held twice.
     """
 
     shape: tuple[int, ...]

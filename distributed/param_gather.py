@@ -191,8 +191,8 @@ class ParamGather:
     def _shapes(self, parameters: Mapping[int, Tensor], chosen: Sequence[Rows]) -> list[tuple[int, ...]]:
         """Return the shape of each set of rows in a message.
 
-        In a message of replicated parameters, all ranks send sets of the same shapes. A rank whose part has fewer rows
-        does not fill its sets.
+        In a message of replicated parameters, the shapes are the same for all ranks. If a rank's part has fewer rows,
+        the last rows of a set are not used.
 
         parameters: the replicated parameters, by position.
         chosen: the rows of the message.

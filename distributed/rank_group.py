@@ -168,10 +168,10 @@ class RankGroup:
     def synchronize(self, what: str, remedy: str = "", device: torch.device = CPU) -> None:
         """Check that all ranks are about to call the same collective. Otherwise raise DistributedError on every rank.
 
-        Without this check gloo ends a process without a message if messages of one kind of collective differ in length.
-        The check is itself an all-to-all, in which ranks exchange a hash (digest) of `what`. If a rank calls another
-        kind of collective at that time, it sends no digest, and the wait for its digest times out. With backends other
-        than gloo nothing is sent, and no rank waits.
+        Without this check, gloo ends a process without an error message if the tensors of a collective differ in length
+        between ranks. The check is itself an all-to-all, in which ranks exchange a hash (digest) of `what`. If a rank
+        calls another kind of collective at that time, it sends no digest, and the wait for its digest times out. With
+        backends other than gloo nothing is sent, and no rank waits.
 
         what: name of the collective that follows.
         remedy: advice for the user of this rank. The error contains the remedies of all ranks.
@@ -285,8 +285,8 @@ class RankGroup:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Return a context in which an error of torch becomes a DistributedError that names the collective and the
-        rank.
+        """Return a context manager that replaces an error of torch by a DistributedError with the names of the
+        collective and of the rank.
 
         what: name of the collective.
         """

@@ -46,8 +46,8 @@ class CadenceCase(Case[Cadence]):
         return StepContext(updates, np.array(_PHASES)[rows], np.arange(len(updates)), seeds=seeds[rows])
 
     def due(self, steps: Iterable[int], earliest: int, rows: slice = slice(None)) -> dict[int, bool]:
-        """Return {row: True if this is its first refresh} for the rows of a slice that have a refresh. Rows are counted
-        from the start of the slice.
+        """Return the blocks of a slice that are due, as {row: True if this is the first refresh of the block}. Rows are
+        counted from the start of the slice.
 
         steps: step of each block of the stack.
         earliest: first step at which a refresh may happen.

@@ -75,7 +75,9 @@ def _nearly_one(like: Tensor, purpose: str) -> Tensor:
 
 
 def parts_are_plain_tensors_with_a_leading_axis(case: QuantizerCase) -> None:
-    """The stored tensors are `[N, ...]` and contiguous; their names, dtypes and shapes do not depend on the numbers."""
+    """The stored tensors are `[N, ...]` and contiguous; their names, dtypes and shapes do not depend on the values in
+    the slot.
+    """
     for name, slot, x in case.examples():
         try:
             found: object = case.component.encode(x)
@@ -136,7 +138,7 @@ def nothing_given_is_written_to(case: QuantizerCase) -> None:
 
 
 def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
-    """The encoding depends on the numbers alone, and not on the strides of the tensor."""
+    """The encoding depends only on the values in the slot, and not on the strides of the tensor."""
     _, x = case.example()
     strided = torch.stack((x, -x), -1)[..., 0]
     one, two, three = case.component.encode(x), case.component.encode(x.clone()), case.component.encode(strided)
@@ -145,7 +147,7 @@ def the_same_numbers_have_the_same_codes(case: QuantizerCase) -> None:
 
 
 def blocks_are_coded_one_by_one(case: QuantizerCase) -> None:
-    """A block is decoded to the same numbers in a stack and alone, also if the others are 1e8 times as large. The
+    """A block is decoded to the same numbers in a stack and alone, also if the other blocks are 1e8 times as large. The
     tolerance is 1e-5, because encoding may compute products and eigenvectors.
     """
     for place, (name, slot, x) in enumerate(case.examples()):
@@ -269,12 +271,12 @@ _OTHER_SCALE = "does decode() multiply by the number by which encode() divides?"
 
 
 def _require_scale(case: QuantizerCase) -> None:
-    """Raise a LawError if the sum <x, y> exceeds 1.05 <x, x> or 1.05 <y, y>, over the entries of 64 matrices.
+    """Raise a LawError if <x, y> exceeds 1.05 <x, x> or 1.05 <y, y>, with sums over the entries of 64 matrices x.
 
-    This is required of matrices x and the decoded matrices y, and of y and the matrices decoded after y is encoded. The
-    quotients <x, y> / <x, x> and <x, y> / <y, y> are 1 or less however coarse a format is. Errors that do not depend on
-    x only enlarge <y, y>. A format that decodes a code to the mean of its interval has <x, y> = <y, y>. A wrong scale
-    enlarges one of the quotients.
+    y are the decoded matrices of x. The same is required with y in place of x, and with the decoded matrices of y in
+    place of y. The quotients <x, y> / <x, x> and <x, y> / <y, y> are 1 or less however coarse a format is. Errors that
+    do not depend on x only enlarge <y, y>. A format that decodes a code to the mean of its interval has <x, y> = <y,
+    y>. A wrong scale enlarges one of the quotients.
     """
     slot, x = case.example(64)
     y = case.component.decode(case.component.encode(x), slot, _FLOAT32)

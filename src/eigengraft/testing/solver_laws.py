@@ -94,7 +94,7 @@ def cold(solver: BasisSolver, a: Tensor) -> Tensor:
 
 
 def a_stack_is_solved_as_its_matrices(case: SolverCase[AnySolver]) -> None:
-    """A matrix in a stack has the same result as the matrix alone, also if the others are 1e8 times as large."""
+    """A matrix in a stack has the same result as the matrix alone, also if the others are up to 1e16 times as large."""
 
     def cause() -> str:
         many = definite(WATCHED_BLOCKS)
@@ -374,7 +374,8 @@ def _require_undone(exponent: Fraction, fractions: Tensor, errors: Tensor, where
     """Raise a LawError if a root does not undo its matrix: if an error exceeds its tolerance.
 
     exponent: exponent of the roots, for the message.
-    fractions: tolerance of each error, but at least 1e-2. It broadcasts against `errors`.
+    fractions: the largest fraction by which `regularized` changes an eigenvalue, for each matrix, or one for all. The
+        tolerance of an error is this fraction, or 1e-2 if the fraction is smaller.
     errors: for each matrix, the largest entry of A^-e f(A)^e - I, with f as in `a_root_undoes_its_matrix`.
     where: text that names the matrices in the message, or "".
     remedy: the end of the message.

@@ -275,7 +275,7 @@ class StageCase(Case[Stage]):
 
 @contextmanager
 def on(block: tuple[int, ...], what: str = "") -> Iterator[None]:
-    """Return a context that adds the shape of the blocks to the errors that are raised in it.
+    """Return a context manager that adds the shape of the blocks to errors that are raised in its `with` statement.
 
     block: the shape.
     what: more text to add, such as the dtype.

@@ -51,7 +51,7 @@ class StatisticCase(Case[Statistic]):
         return tuple((*b[:-2], b[-2] * b[-1]) if whole and len(b) > 2 else b for b in self.blocks)
 
     def given(self, block: tuple[int, ...], blocks: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Return standard normal gradients `[T, blocks, *block]`."""
+        """Return standard normal gradients `[T, blocks, *block]` of T = `_STEPS` steps."""
         return gradients(block, blocks, dtype)[:_STEPS]
 
 

@@ -164,8 +164,8 @@ def labels_are_classes_with_a_score(case: Case[Task]) -> None:
     """Training and validation labels are integer classes. Each class has a score in the outputs, and at least two
     classes occur.
 
-    If a task defines its own loss, its targets are labels only if it reports an accuracy, and floating-point targets
-    are not checked. The class that torch ignores is never checked.
+    For a task that defines its own loss, targets count as labels only if the task reports an accuracy, and
+    floating-point targets are not checked. The class that torch ignores is never checked.
     """
     from eigengraft.experiments.tasks import Task
     from eigengraft.experiments.tasks.base import IGNORED_CLASS, number_classes, training_labels
