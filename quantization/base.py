@@ -24,7 +24,8 @@ class Location(NamedTuple):
     """Where tensors of a slot are stored between steps, if not in the memory of their device.
 
     to: "cpu" for pinned memory of the host, "disk" for a file.
-    directory: directory of the file. None: the directory that TMPDIR names, or the system's.
+    directory: directory of the file. None: the directory that TMPDIR names, or the system's directory for temporary
+        files.
     """
 
     to: Literal["cpu", "disk"]
@@ -188,8 +189,8 @@ def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quant
 
     A quantizer that cannot store the slot is ignored if it is chosen by path or role. If it is chosen by the slot's
     key, ValueError is raised. An entry for a role does not quantize sensitive slots, such as the second moments of a
-    graft's magnitude. They set the size of every update, and quantizing them does harm (DALL-E mini's study). If the
-    entry for a role only chooses the memory, it applies to sensitive slots, too.
+    graft's magnitude. These slots set the size of every update, and quantizing them does harm (DALL-E mini's study). If
+    the entry for a role only chooses the memory, it applies to sensitive slots, too.
     """
     where = entry_for(storage, key, slot)
     if where is None:

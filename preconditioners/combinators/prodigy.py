@@ -20,7 +20,7 @@ from ..base import Inner, Stage, Stages, Traits, map_wires, run_chain
 class Prodigy(Stage):
     """D inner(D g, D d)  with  D <- max(D, coefficient sum r / sum |s|),  from  D = start
 
-    Afterwards r <- b r + lr D^2 <g, W_0 - W>;  s <- b s + lr D^2 g.  Sums are over all parameters of the update.
+    Afterwards r <- b r + lr D^2 <g, W_0 - W>;  s <- b s + lr D^2 g.  Sums are over all parameters of this stage.
 
     D is the estimated step size, in units of the parameters. g is the gradient, d the direction, W a parameter and W_0
     its value at its first update. The state r is a number for each block, and s has the shape of the block. b is the

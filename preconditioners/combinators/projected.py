@@ -35,9 +35,10 @@ class Projected(Stage):
     lift_and_rest:  P N + limited((d - P R) diag(s))       (Fira, Chen et al. 2024, arXiv:2410.01623, Algorithm 1)
     rescale:        limited(d diag(s))                     (APOLLO, Zhu et al. 2024, arXiv:2412.05270, Algorithm 1)
 
-    The formulas are the three values of `result`. g is the gradient, and d is the direction. The columns of P are the
-    leading singular vectors of the gradient at a renewal, or random numbers of variance 1 / r. The state of `inner`
-    does not change when P changes, as in the papers. Blocks with one axis are passed to `inner` without a projection.
+    The field `result` chooses which of these three directions is returned. g is the gradient, and d is the direction.
+    The columns of P are the leading singular vectors of the gradient at a renewal, or random numbers of variance 1 / r.
+    The state of `inner` does not change when P changes, as in the papers. Blocks with one axis are passed to `inner`
+    without a projection.
 
     s_j = ||N_j|| / ||R_j|| has one entry for each index j of the other axes, with norms over the r coordinates. With
     `per: block`, s is one number for the block.

@@ -23,7 +23,7 @@ class EigenvalueBound(Component, ABC, family="eigenvalue_bound"):
     def upper(self, a: Tensor) -> Tensor:
         """Return the bound `[N]` for matrices a `[N, d, d]`, in units of a. The bound of a zero matrix is 0.
 
-        Entries are divided by the largest entry first, so that no intermediate result overflows.
+        Each matrix is divided by its largest entry first, so that no intermediate result overflows.
         """
         if a.numel() == 0:
             return a.new_zeros(a.shape[0])

@@ -24,8 +24,8 @@ class Bregman(Statistic):
     """O_L = G R^(q-1) G^T / Tr(R^q),  O_R = G^T L^(q-1) G / Tr(L^q);  in general G is whitened on all other axes.
 
     O_L and O_R are the contributions of the gradient G to the factors L of rows and R of columns; g is G as a vector,
-    and L x R is the Kronecker product. Fixed points minimize a divergence between E[g g^T] and L x R, one of the
-    trace-power Bregman divergences (Liu et al. 2026):
+    and L x R is the Kronecker product. The fixed points L and R of these updates minimize a divergence between E[g g^T]
+    and L x R, one of the trace-power Bregman divergences (Liu et al. 2026):
 
     q = 2: the Frobenius divergence.
     q = 1: von Neumann's; L x R is then the product of Shampoo's two factors, divided by the trace.

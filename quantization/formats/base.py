@@ -322,7 +322,8 @@ class Blockwise(Format, ABC):
     def _bounded(self, z: Tensor) -> Tensor:
         """Clamp scaled numbers in place to [-span, span], the range of the codes, and return them.
 
-        Numbers exceed the range only if scales are themselves rounded (`scale: double`), and may be too small.
+        Numbers exceed the range only if scales are themselves rounded (`scale: double`), because a rounded scale may be
+        too small.
         """
         return z.clamp_(-self.span, self.span) if self.scale == "double" else z
 

@@ -404,8 +404,9 @@ def _components_of(
 def _same(value: Any, data: Any, default: Any) -> bool:
     """Return True if the value of a field is its default. The result is False for every field with a schedule.
 
-    value: the attribute. For a field with a schedule it is the first number of the schedule.
-    data: the value as plain data. For a field with a schedule it is a mapping or a list.
+    value: the value of the field, as the attribute has it. For a field with a schedule it is the first number of the
+        schedule.
+    data: the value as plain data. For a field with a schedule it is the schedule, a mapping or a list.
     default: the default of the field.
     """
     return bool(value == default) and not (isinstance(default, float) and isinstance(data, (dict, list)))

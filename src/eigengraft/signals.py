@@ -169,7 +169,7 @@ class Request:
 
 
 class Asks(Protocol):
-    """The methods by which stages and constraints request signals, which are inputs beside the gradient."""
+    """The methods by which stages and constraints request signals (inputs beside the gradient)."""
 
     @property
     def requests(self) -> tuple[Request, ...]: ...

@@ -331,8 +331,8 @@ def a_root_undoes_its_matrix(case: SolverCase[RootSolver]) -> None:
     the largest eigenvalue. The law also checks that a solver refuses exponents that it does not support, with a
     message.
 
-    Matrices with least eigenvalues of 1e-4 and 1e-5 of the largest find a small ridge that f does not add. Such a
-    matrix is left out if the solver marks it as failed, or if f changes an eigenvalue by more than 1/2 of it.
+    Two more matrices, whose least eigenvalues are 1e-4 and 1e-5 of the largest, find a small ridge that f does not add.
+    One of these two is left out if the solver marks it as failed, or if f changes an eigenvalue by more than 1/2 of it.
     """
     solver = case.component
     for exponent in (Fraction(1, 4), Fraction(1, 2), Fraction(2, 3), Fraction(1)):
