@@ -137,7 +137,7 @@ def _rotated(x: Tensor, turns: Mapping[int, Turn], by_rotation: bool) -> Tensor:
 def _reordered(x: Tensor, turns: Mapping[int, Turn]) -> Tensor:
     """Return x with its entries along each axis in the new order of that axis's columns of the basis.
 
-    turns: the change of basis of each axis. `Turn.order` is the order; without it the entries keep their places.
+    turns: the change of basis of each axis. `Turn.order` is the order; if it is None, the entries are not reordered.
     """
     for axis, turn in turns.items():
         x = x if turn.order is None else reordered(x, axis, turn.order)

@@ -1,4 +1,4 @@
-"""Factors that are learned directly, without a statistic and a root of it: Jorge, PSGD, SIRF."""
+"""Factors that are learned directly, without a statistic and its root: Jorge, PSGD, SIRF."""
 
 from .base import LearnedFactors as LearnedFactors
 from .jorge import Jorge as Jorge

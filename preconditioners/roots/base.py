@@ -106,9 +106,8 @@ class MatrixSolver(Schedulable):
 class RootSolver(MatrixSolver, ABC, family="root_solver"):
     """A^(-e) for symmetric positive semi-definite A `[N, d, d]`, where e > 0 is a fraction.
 
-    Each matrix is solved separately. A matrix that fails is marked in `ok`. The results of the other matrices are bit
-    for bit the same as if it had not failed. A stage raises ValueError at construction for an exponent that its solver
-    does not accept.
+    Each matrix is solved separately. A matrix that fails is marked in `ok`. The failure changes no bit of the results
+    of the other matrices. A stage raises ValueError at construction for an exponent that its solver does not accept.
     """
 
     @abstractmethod
@@ -163,8 +162,8 @@ any matrix.
 class BasisSolver(MatrixSolver, ABC, family="basis_solver"):
     """Q `[N, d, r]`, r <= d orthonormal columns for which Q^T A Q is (nearly) diagonal, for symmetric A `[N, d, d]`.
 
-    Each matrix is solved separately. A matrix that fails is marked in `ok`. The results of the other matrices are bit
-    for bit the same as if it had not failed.
+    Each matrix is solved separately. A matrix that fails is marked in `ok`. The failure changes no bit of the results
+    of the other matrices.
     """
 
     unit_free: ClassVar[bool] = True

@@ -1,1 +1,1 @@
-"""Formats: ways to store the numbers of a slot that do not depend on the meaning of the numbers."""
+"""Formats: quantizers for any numbers, which do not use that a slot is, for example, a symmetric matrix."""

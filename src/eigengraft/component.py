@@ -329,7 +329,7 @@ class Component(BaseModel, metaclass=ComponentType):
         return [kind for kind, names in known.items() if fields and fields.keys() <= names]
 
     def state_meaning(self) -> Mapping[str, Any]:
-        """Return the fields that decide what the numbers in the slots mean, by name.
+        """Return the fields on which the meaning of the numbers in the slots depends, by name.
 
         A checkpoint is refused if the value of such a field differs. Examples are a choice between a sum and a mean, or
         the tensor that a statistic observes. Other fields may differ: steps after the load use their new values.
@@ -686,7 +686,8 @@ OTHER_NAMES = {
 def with_nearest(cls: type[Component], error: ValidationError) -> ValidationError:
     """Return the error with advice added to its messages.
 
-    For an unknown field, the advice is the place where the field belongs, or the known field that is probably meant.
+    For an unknown field, the advice is the text in `elsewhere`, else the field that is probably meant, else the names
+    of all fields.
     For a missing field, the advice is the text in `if_missing`.
     For a value that is not a mapping from fields to values, the advice is the names of all fields.
 

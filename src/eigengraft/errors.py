@@ -26,7 +26,7 @@ class ArgumentError(ValueError):
     The message names the argument, as `lr=`. The command line prints the option in its place, as --lr.
 
     argument: name of the argument, and of the option.
-    fault: text about the wrong value and what to do.
+    fault: text about the wrong value and the remedy.
     """
 
     def __init__(self, argument: str, fault: str) -> None:

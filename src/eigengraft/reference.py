@@ -50,8 +50,8 @@ def full_docstring(cls: type[BaseModel], kinds: Collection[str] = ()) -> str:
 
     For each field the list has the accepted values, the default and the meaning.
 
-    kinds: if the class is a family, the kinds of its members. They are listed in place of fields, after the signatures
-        of the methods that a member defines.
+    kinds: if the class is a family, the kinds of its members. These kinds are listed in place of fields, after the
+        signatures of the methods that a member defines.
     """
     parts = [summary(cls)]
     if kinds:

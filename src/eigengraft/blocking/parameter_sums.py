@@ -82,8 +82,8 @@ def sums_over(index: Tensor, parameters: int, values: Tensor) -> Tensor:
     """Return for each block the sum of `values` `[N]` over all blocks of the same parameter.
 
     index: `[N]`, number of each block's parameter, from 0 to parameters - 1.
-    parameters: number of parameters. If there are as many as blocks, each block is a whole parameter, and its sum is
-        its own value.
+    parameters: number of parameters. If there are as many parameters as blocks, each block is a whole parameter, and
+        its sum is its own value.
     """
     if parameters == len(values):
         return values.clone()

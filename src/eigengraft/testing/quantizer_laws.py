@@ -301,7 +301,7 @@ def _cause_of_errors(case: QuantizerCase, x: Tensor, y: Tensor) -> str:
 
 
 def errors_have_no_common_sign(case: QuantizerCase) -> None:
-    """Decoded numbers are neither all too small or all too large, nor all too near to 0 or too far from it.
+    """The errors of decoded numbers do not all have the same sign, and do not all point toward 0 or away from 0.
 
     e is the error of an entry x. The means of e and of e sign(x) over 64 matrices are at most 0.6 of the root mean
     square of e. Rounding to nearest gives about 0, and 0.5 for formats of few codes. Rounding down, or toward 0, gives
@@ -368,7 +368,8 @@ def without_draws(case: QuantizerCase) -> str | None:
 
 
 def codes_stay_on_the_device(case: QuantizerCase) -> None:
-    """The host neither waits for the device nor copies numbers to it, if a slot is encoded again and decoded.
+    """The host neither waits for the device nor copies numbers to it, when a slot is encoded and decoded for the second
+    time.
 
     The first encoding and decoding are not checked, because they may copy codebooks to the device.
     """

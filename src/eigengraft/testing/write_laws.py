@@ -179,8 +179,8 @@ def iterates_have_the_shape_of_their_parameter(case: Case[Averaging]) -> None:
 
 
 def the_update_is_applied_once_a_step(case: Case[Averaging]) -> None:
-    """`step` receives a function `update`, which changes tensors in place by update, weight decay and constraints.
-    `step` calls it exactly once.
+    """`step` receives a function `update`, which applies the direction, weight decay and constraints to tensors in
+    place. `step` calls it exactly once.
     """
     for dtype in _DTYPES:
         bench = AveragingBench(case.component, dtype)
@@ -211,7 +211,7 @@ def evaluated_iterates_are_like_their_parameters(case: Case[Averaging]) -> None:
 
 
 def parameters_are_averaged_one_by_one(case: Case[Averaging]) -> None:
-    """Parameters that are averaged together, at different steps, have the same iterates as each of them alone."""
+    """Parameters that are averaged together, at different steps, have the same iterates as if averaged one by one."""
     together = AveragingBench(case.component, apart=True).run(decay=_WEIGHT_DECAY)
     evaluated = case.component.evaluated(together.batch())
     for place in _PLACES:
@@ -437,7 +437,7 @@ def results_are_like_what_was_given(case: ConstraintCase) -> None:
 
 
 def parameters_are_constrained_one_by_one(case: ConstraintCase) -> None:
-    """Parameters that are constrained together have the same values as each of them alone."""
+    """Parameters that are constrained together have the same values as if each were constrained alone."""
     together = ConstraintBench(case.component).run()
     for place in _PLACES:
         alone = ConstraintBench(case.component, places=[place]).run()
