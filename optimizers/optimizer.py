@@ -437,7 +437,7 @@ class Optimizer(ComposedOptimizer):
         Args:
             name: name of the signal.
             value: a number or a mapping {parameter: number or tensor} for the next step, or a function that is called
-                in every step. The next step drops the number or mapping, also if it has no usable gradient. A tensor of
+                in every step. The next step drops the number or mapping, even if no gradient is usable. A tensor of
                 the parameter's shape must be equal on all ranks that hold the same entries of the parameter. Any other
                 value may differ between ranks, and ranks combine their values.
 
@@ -597,9 +597,10 @@ class ModelLink:
                 )
 
     def _left(self, groups: Sequence[Mapping[str, Any]], held: Mapping[str, Tensor], shape: torch.Size) -> str | None:
-        """Return the name of a parameter that the model had and has no longer, or None if there is none.
+        """Return the name of a parameter of this shape that the model had and has no longer, or None without one.
 
-        Names with which the optimizer was made are searched. If several parameters fit, the first is returned.
+        Names with which the optimizer was made are searched. If there are several such parameters, the first name is
+        returned.
 
         groups: the param groups, which still have the parameter.
         held: the present parameters of the model, by name.

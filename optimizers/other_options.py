@@ -133,7 +133,7 @@ def translated(options: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str
 
 
 def superfluous(options: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """Return the options of the authors' SOAP that need no override, because the recipe already does what they ask for.
+    """Return the options of the authors' SOAP that need no override, because the recipe already has their effect.
 
     The list is empty if the recipe is not SOAP. In the authors' code a negative `shampoo_beta` means that `betas[1]` is
     the decay of both the second moments and the factor matrices. Such a `shampoo_beta` needs no override in two cases:

@@ -305,9 +305,9 @@ def _after(lead: int, placement: Placement) -> Placement:
 
 
 def _evenly(value: Tensor, rank_group: RankGroup, device: torch.device) -> Tensor:
-    """Return a DTensor unchanged if the ranks of a group shard it along its first axis, and any other DTensor in full.
+    """Return a DTensor unchanged if the ranks of a group shard it along its first axis, and nothing else shards it.
 
-    The full tensor is plain. A plain tensor is returned unchanged.
+    Return any other DTensor as a full plain tensor, and a plain tensor unchanged.
 
     device: device of the mesh of the group.
     """

@@ -241,8 +241,8 @@ class StepWatch(Watch):
         squares = self._squares(inputs["gradient"], gradient)
         paths = (state.path, *([] if len(self._calls) > 1 else [state.path.rpartition(".")[0]]))
         # A stage inside another stage stores its measures under its own path alone. Each stage of the outermost chain
-        # also stores them under the path of the chain. Each overwrites the measures of the stage before it, so that at
-        # the end of the step the path of the chain has those of the last stage.
+        # also stores its measures under the path of the chain, in place of those of the stage before it. At the end of
+        # the step the path of the chain therefore has the measures of the last stage.
         for path in paths:
             self._add(state, path, ("", "update_rms"), (square, square, torch.full_like(square, update.shape[1])))
             self._add(state, path, ("", "cosine"), (product, square, squares))

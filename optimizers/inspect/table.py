@@ -1,4 +1,7 @@
-"""Tables of measurements: one row for each measure of each stage and block, joined over blocks and ranks by sums."""
+"""Tables of measurements, with one row for each measure of each stage and block.
+
+Rows of several ranks, or of the blocks of a parameter, are joined by adding the sums from which a measure is computed.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,9 @@ WATCHED = ("weight_norm", "gradient_norm", "update_ratio", "update_rms", "cosine
 
 
 def _names(row: Measurement, column: str) -> tuple[str, ...]:
-    """Return the texts by which `select` finds a row in a column: the value, and for a stage also the end of its path.
+    """Return the texts by which `select` finds a row in a column: the value that the row has there.
+
+    In the column "stage" the value is a dotted path, and the last name of the path is a second text.
 
     column: name of the column, such as "stage".
     """

@@ -66,7 +66,7 @@ class _Running:
 
 
 class _Backward(dict[Hashable, _Running]):
-    """The contributions of one running backward to sums, by the key that identifies the sum.
+    """The contributions of one running backward to the sums of a `GradientSums`, by the key of the sum.
 
     Only the callback at the end of the backward references this object. If the backward fails, the contributions are
     therefore dropped.
@@ -167,7 +167,7 @@ class GradientSums(ABC):
         self._left.clear()
 
     def add(self, key: Hashable, parameter: Tensor, value: Tensor, count: int = 1) -> None:
-        """Add a value to a sum, by the operation `join` of this object. Called inside a backward only.
+        """Join a value with a sum, by the operation `join` of this object. Must be called inside a backward.
 
         key: value that identifies the sum.
         parameter: the parameter to whose gradient the sum belongs.
@@ -198,9 +198,9 @@ class GradientSums(ABC):
         return {key: (own.value, own.count) for key, own in found.items() if key not in gone}
 
     def factor(self) -> Tensor | None:
-        """Return the factor by which `unscale_` or `clip_grad_norm_` multiplied gradients since the last backward, 0-d.
+        """Return the factor by which `unscale_` or `clip_grad_norm_` multiplied gradients since the last backward.
 
-        Return None if the factor was not measured.
+        The factor is a 0-d tensor. Return None if it was not measured.
         """
         rows = [(p.grad, sample) for p, sample in self._left.values() if sample is not None and p.grad is not None]
         return _common_factor([sample for _, sample in rows], [_sample(grad) for grad, _ in rows]) if rows else None

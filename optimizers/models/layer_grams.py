@@ -283,8 +283,8 @@ def _gradient_rows(axis: int, gradient: Tensor) -> tuple[Tensor, int]:
 
 
 def _channels(module: nn.Module) -> int:
-    """Return the index, counted from the end, of the axis of a layer's output that has one entry for each output unit.
+    """Return the axis of a layer's output that has one entry for each output unit, as a negative index.
 
-    The index is -1 for a linear layer. For a convolution the axis is that of the channels.
+    For a linear layer this is -1, the last axis. For a convolution it is the axis of the channels.
     """
     return -1 - len(module.kernel_size) if isinstance(module, (nn.Conv1d, nn.Conv2d)) else -1

@@ -218,10 +218,10 @@ def _large_state(composed: Composition) -> Iterator[str]:
 
 @recipe_check("vectors-normalized")
 def _normalized_vectors(composed: Composition) -> Iterator[str]:
-    """Warn if the recipe's own update receives vectors, such as biases, and has a stage that only normalizes vectors.
+    """Warn if the recipe's own update receives vectors, such as biases, and would give them a fixed norm.
 
-    This is a stage for matrices whose result does not depend on the norm of its input, such as `spectral`. The remedy
-    is a route for vectors.
+    This is so if the update has a stage for matrices whose result does not depend on the norm of its input, such as
+    `spectral`. Such a stage has no other effect on a vector than to normalize it. The remedy is a route for vectors.
     """
     recipe, vectors = composed.optimizer.recipe, list[str]()
     stage = next(
@@ -399,7 +399,7 @@ def _unmatched_pairs(composed: Composition) -> Iterator[str]:
 
 
 def _magnitudes(stage: Stage, block: tuple[int, ...]) -> list[Inner]:
-    """Return the chains inside a stage that set the size of each direction of the stage, as a grafting's magnitude.
+    """Return the chains inside a stage that set the size of the stage's directions, such as `magnitude` of `graft`.
 
     An error in the second moments of such a chain changes the size of every update (`Inner.sensitive`).
     """

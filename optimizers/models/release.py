@@ -129,7 +129,10 @@ class _Step:
 
 
 class Release:
-    """The release of an optimizer's gradients during backward, as the function `release` makes it."""
+    """Updates the parameters of an optimizer during backward, and frees their gradients.
+
+    The function `release` returns an object of this class.
+    """
 
     def __init__(self, optimizer: Optimizer, parts: int, averaged: bool) -> None:
         """Prepare to update parameters during backward. The method `hook` then registers the hooks that update them.

@@ -100,7 +100,7 @@ def wire(
 
     block_groups: the blocks that are exchanged.
     rounds: for each round, the indices of the block groups that are sent together.
-    layouts: layout of each parameter, by position, all over the same ranks.
+    layouts: layout of each parameter, by position. All layouts have the same ranks.
     times: number of tensors that are sent to the owner of each block. All have the shape of the block: its gradient,
         and possibly its parameter and signals.
     """
@@ -181,7 +181,7 @@ def add_gathered_parts(found: Traffic, specs: Sequence[ParamSpec], limit: int) -
     Each rank that holds such a shard updates a part of it, and sends this part to the other ranks that hold the shard.
 
     found: the traffic to which the messages are added.
-    limit: bytes of a shard that its ranks send at most in one round of messages, summed over these ranks.
+    limit: most bytes that the ranks with the same entries send in one round of messages, all of them together.
     """
     dtypes = {position: spec.dtype for position, spec in enumerate(specs)}
     own = {position: spec.placed.layout for position, spec in enumerate(specs) if spec.placed.parts is not None}

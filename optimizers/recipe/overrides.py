@@ -140,7 +140,8 @@ def _split(data: Mapping[str, Any], path: str) -> list[str]:
 def _parent(node: Any, parts: list[str], path: str) -> Any:
     """Return the mapping or chain that contains the last name of a path. Raise RecipeError if there is none.
 
-    node: the whole declaration. A kind without fields on the path is replaced by a mapping in place.
+    node: the whole declaration. If the path leads into a component that is written as its kind alone, such as "rms",
+        the component is replaced by a mapping, such as {"kind": "rms"}, in place.
     parts: the names in the path, in order.
     path: the path, for the error.
     """

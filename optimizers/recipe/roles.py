@@ -128,8 +128,8 @@ class Heads:
         self.known = structure is not None
         self.places = {layer: place for place, layer in enumerate(self.layers)}
         self.consumers = defaultdict[int, list[Layer]](list)
-        # The first layer is left out if all layers are known: it consumes the inputs of the model, not the outputs of a
-        # layer.
+        # Among all layers of a model, the first one consumes the inputs of the model, not the outputs of another layer,
+        # and is left out here. If the model is unknown, `layers` may be a part of it, and no layer is left out.
         for layer in self.layers[self.known :]:
             for length in set(layer.inputs):
                 self.consumers[length].append(layer)
@@ -217,8 +217,8 @@ class Heads:
             return direct[-1]
         inside = [layer for layer in layers if layer.kind != "other" and not self.repeated(layer)]
         free = [layer for layer in inside if not layer.tied and not self.consumed(layer)]
-        # A layer whose weight is tied to an embedding is left out. Beside such a layer, another one may be the head
-        # only if no layer consumes the outputs of this other layer.
+        # A layer whose weight is tied to an embedding is no candidate. If there is one, the candidates are the layers
+        # whose outputs no other layer consumes.
         if any(layer.tied for layer in inside):
             inside = free
         final = [layer for layer in free if _is_final(layer.path[depth:]) and not _HIDDEN.intersection(layer.path)]
@@ -285,8 +285,8 @@ class Heads:
         if last.kind == "other" or len({layer.path for layer in self.layers}) < 2:
             return None
         if not self.known:
-            # If the model has an embedding, the head may be tied to it, and is then not among `layers`. The last layer
-            # is therefore not unclear if another layer may consume its outputs.
+            # If the model has an embedding, the head may be tied to it, and is then not among `layers`. In this case,
+            # and in a repeated module, the last layer counts as hidden if another layer may consume its outputs.
             tied = bool(self.rows)
             return None if self.consumed(last) and (tied or self.repeated(last)) else last
         ordered = all(
@@ -414,7 +414,7 @@ def _is_final(path: Attributes) -> bool:
 
     This is so if the last name in the path matches `_FINAL`, or if the path has only numbers.
 
-    path: path of the layer from the head.
+    path: path of the layer, relative to the head.
     """
     names = _names(path)
     return not names or _FINAL.fullmatch(names[-1]) is not None

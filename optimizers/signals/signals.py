@@ -326,7 +326,8 @@ class Signals:
     asked: {path of an update rule: mapping like `asking`, for the signals that this rule requests}.
     somewhere: {name of the signal: path of the constraint}, for constraints that require a signal for at least one
         parameter, no matter which.
-    paused: True during forwards that only try a step. No signal is collected from them, and `provide` stores no value.
+    paused: True during forwards whose gradients no step uses, such as the trials of a line search. No signal is
+        collected from them, and `provide` stores no value.
     provided: values for the next step, and functions that return values in every step.
     open_first: {name of the signal: paths of the update rules that require it}, for signals that are required only in
         the first step of a parameter. A signal is removed when a step has used a value of it, or when a parameter of

@@ -396,7 +396,9 @@ class ActiveBlocks:
 def active_blocks(
     states: Sequence[StackState], active: NDArray[np.bool_] | None, first: NDArray[np.bool_] | None
 ) -> list[tuple[list[ActiveBlocks], bool]]:
-    """Return pairs (active blocks of stacks, True if the gradients only initialize the statistics of these blocks).
+    """Return the active blocks of stacks, divided by whether the gradients only initialize their statistics (priming).
+
+    The result has pairs (active blocks of each stack, True for priming). Stacks without such blocks are left out.
 
     states: stacks of one update.
     active: `[P]`, True for parameters that take part in the step. None: all of them do.
@@ -553,9 +555,9 @@ def divide(
 
     A group has at most as many blocks as fit into one round of messages (`round_bytes`), and into one stack for each
     rank. A group has more blocks only if stages need sums over a parameter: equal blocks of this parameter then stay in
-    one group. Groups with
-    blocks of the same such parameter are consecutive, and all but the first are marked as joined (`BlockGroup.joined`).
-    Groups of neighboring parameters are close together, so that all updates of a parameter arrive within a few rounds.
+    one group. Groups with blocks of the same such parameter are consecutive, and all but the first are marked as joined
+    (`BlockGroup.joined`). Groups of neighboring parameters are close together, so that all updates of a parameter
+    arrive within a few rounds.
 
     ranks: number of ranks that share the parameters.
     """

@@ -209,7 +209,8 @@ class _Key(NamedTuple):
     gradients, parameters: address and layout of each tensor. The kernels of a graph read a tensor at the strides and in
         the dtype of the capture, so a gradient with other strides at the same address needs another graph.
     state: addresses of the state tensors, whose layouts never change.
-    groups: for each parameter, the index of the first param group that has the same rates, stored as bytes.
+    groups: for each parameter, the index of the first param group that has the same rates. The field has the bytes of
+        the array of these indices.
     zeros: for each rate of weight decay, True if the rate is 0, so that the graph computes no decay.
     decays: weight decays of the stacks (tensors of blocks with one shape) that a fused kernel updates. They are
         constants of the graph.

@@ -154,13 +154,15 @@ class _Numbers(NamedTuple):
 class _Copies:
     """Copies of the parameters and moments of a stack (blocks with one shape), made before a step with a mask.
 
-    The mask is True for usable gradients. Where it is False, the copies are written back after the step.
+    The mask is True for parameters with a usable gradient. A fused kernel has no masks, and changes the other
+    parameters too. After the kernel, `restore` writes their copies back. n of the N blocks of the stack take part in
+    the step, the active blocks. Parameters are copied for active blocks, moments for all blocks.
 
-    usable: `[n]`, True for the usable gradients of the n active blocks.
-    held: the n parameters, or the parts of them that this rank holds.
+    usable: `[n]`, the mask of the active blocks.
+    held: the parameters of the active blocks, or the parts of them that this rank holds.
     parameters: copies of `held`.
-    kept: `[N, 1, ...]`, True for the blocks of the whole stack whose moments may change.
-    moments: pairs of a moment of the whole stack, `[N, *block]`, and its copy.
+    kept: `[N, 1, ...]`, the mask of all blocks. Where it is True, the moments keep the values that the kernel writes.
+    moments: for each of the two moments, a pair of the moment `[N, *block]` and its copy.
     """
 
     usable: Tensor
@@ -171,7 +173,7 @@ class _Copies:
 
     @classmethod
     def of(cls, adam: FusedAdam, blocks: ActiveBlocks, mask: Tensor, held: Sequence[Tensor]) -> _Copies:
-        """Copy the parameters and moments of active blocks.
+        """Copy the parameters of the active blocks of a stack, and the moments of all its blocks.
 
         mask: `[P]`, True for parameters whose gradient is usable.
         held: the parameters of the active blocks, or the parts of them that this rank holds.
@@ -200,7 +202,7 @@ _Entries = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass
 class _Call:
-    """Tensors that one call of a kernel updates.
+    """Tensors that one call of a fused Adam kernel updates, with the numbers that they share.
 
     numbers: numbers that all these tensors share, such as step, betas and weight decay.
     lr: learning rate.
@@ -382,7 +384,7 @@ class InPlaceStep:
                 self.run()  # of the stacks before
             self._copies.append(made)
         if adam.small and blocks.places is None and len(calls) == 1:
-            # contiguous, because joining tensors in the format channels_last gives that format
+            # made contiguous, because torch joins tensors in the format channels_last to a tensor in this format
             ours, given = stack.gather(self.held).contiguous(), self.step.gather(blocks).contiguous()
             first, second = (blocks.stack_state.tensors[name] for name in adam.names)
             calls[0][1].add_stack(held, (ours, given, first, second))

@@ -111,9 +111,9 @@ class RankExchange(LocalExchange):
         return RankStep(self, step, stacks, moved, write, begun)
 
     def gather_parts(self, active: NDArray[np.bool_]) -> None:
-        """Send the entries that this rank has updated, and receive the entries that other ranks have updated.
+        """Exchange updated entries of parameters without owners, if several ranks hold the same entries.
 
-        These are the entries of parameters without owners of which each rank has updated only a part.
+        Each of these ranks has updated a part of the entries. It sends this part to the others, and receives theirs.
 
         active: `[P]`, True for parameters that the step updates (`Step.active`). Entries of all others are not sent.
         """

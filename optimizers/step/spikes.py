@@ -229,9 +229,9 @@ def ranks_of(param_sets: Iterable[ParamSet]) -> RankGroup | None:
 
 
 def require_same_ranks(param_sets: Sequence[ParamSet]) -> None:
-    """Raise ValueError if the parameter sets are not all shared by the same ranks.
+    """Raise ValueError unless all parameter sets are shared by the same ranks.
 
-    The ranks could then decide differently about a spike.
+    Different groups of ranks could decide differently about a spike.
     """
     groups = {None if own.rank_group is None else own.rank_group.all_ranks.members: own for own in param_sets}
     if len(groups) > 1:

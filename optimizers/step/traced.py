@@ -249,11 +249,11 @@ class ProgramSource:
         return {name: kind for name, kind in known.items() if kind is not None}
 
     def run(self, given: Mapping[str, Tensor], ask: Ask, questions: list[Question]) -> tuple[Tensor, ...]:
-        """Run one step, and return its directions, or nothing if the step writes parameters.
+        """Run one step. Return (directions,) in the form directions, and () in the form entries.
 
         given: the inputs by name.
-        ask: function that returns the value of each number that stages request by `context.per_block`.
-        questions: list to which each condition that stages check by `context.holds` is appended.
+        ask, questions: arguments of `tracing_context`, by which stages request numbers of the step and check conditions
+            on it.
         """
         signals = {name: given[signal_input(name)] for name in self.signals}
         context = tracing_context(ask, questions, signals, given.get("steps"))
@@ -383,15 +383,18 @@ class _NothingDue(dict[int, tuple[()]]):
 
 @dataclass(eq=False)
 class Program:
-    """A traced program, with the functions that compute its inputs for a step.
+    """An update as a traced program: a graph of operations, and the functions that compute numbers of a step for it.
 
-    asked: for each number of the step that the stages request, the function that computes it, in the order of requests.
-    questions: conditions on the step, such as `step > 10`, each as a function of step counts. While stages are traced,
-        they branch as at `TYPICAL_STEP`, a late step. The program is valid only for steps at which all conditions have
-        the same values.
-    inputs: shape and dtype of each input by name, in order: those of `source`, and then the numbers that stages request
-        (`asked`).
-    numbered: names of the last inputs: scheduled numbers, and then the numbers that stages request.
+    While stages are traced, they branch as at `TYPICAL_STEP`, a late step. They request numbers that depend on the
+    step, such as bias corrections, by `context.per_block`. Each of these numbers is an input of the program.
+
+    source: the declaration of the program.
+    asked: for each requested number, the function of the step that computes it, in the order of requests.
+    questions: conditions on the step that stages check, such as `step > 10`, each as a function of step counts. The
+        program is valid for steps at which all conditions have the same values as at `TYPICAL_STEP`.
+    inputs: shape and dtype of each input by name, in order: the inputs that `source` declares, then the requested
+        numbers.
+    numbered: names of the last inputs: scheduled numbers, and then the requested numbers.
     """
 
     source: ProgramSource

@@ -210,7 +210,7 @@ def _equal(weights: Sequence[float | Tensor]) -> list[tuple[Any, list[int]]]:
 
 
 def pushes(steps: NDArray[np.int64], every: int, start: int | None) -> NDArray[np.int64]:
-    """Return for each of n parameters how many of its iterates have entered the average, `[n]`.
+    """Return `[n]`, for each of n parameters the number of its iterates that have entered the average.
 
     steps: `[n]`, number of updates of each parameter.
     every: number nu of updates between averaged iterates.
@@ -392,12 +392,16 @@ class BaseAndAverage(Averaging, ABC):
     @property
     @abstractmethod
     def mu_and_decay(self) -> tuple[float, Decay]:
-        """The weight mu_y in y = mu_y x + (1 - mu_y) z, and the iterate at which weight decay is computed (`Decay`)."""
+        """The weight mu_y of the average x in y, and the iterate at which weight decay is computed (`Decay`).
+
+        y = mu_y x + (1 - mu_y) z is the iterate in training, and z the base iterate.
+        """
 
     @abstractmethod
     def mixing(self, batch: IterateBatch) -> Sequence[float] | Tensor:
-        """Return for each of n parameters the weight c in  x <- (1 - c) x + c z  in the present update: numbers, or
-        `[n]`.
+        """Return for each of n parameters the weight c of the new base iterate z in the average x in this update.
+
+        The update of the average is  x <- (1 - c) x + c z.  The result is a sequence of n numbers, or a tensor `[n]`.
         """
 
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:

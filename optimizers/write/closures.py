@@ -355,7 +355,7 @@ def _products(start: Start, ends: Sequence[Tensor]) -> tuple[float, float]:
 
 
 def _whole(own: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
-    """Return the sum over all shards of numbers that each rank has computed from its shard.
+    """Add numbers, which each rank has computed from its shard of a tensor, over all shards. Return the sums.
 
     own: numbers that this rank has computed from its shard.
     mesh: mesh of the sharded tensors.

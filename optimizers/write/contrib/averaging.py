@@ -83,10 +83,11 @@ class EMANesterov(Averaging):
 class Anchored(Averaging):
     """y = W + a_t (W - M);  W' = W - lr U(y);  M the mean of W by the inner `ema`;  evaluated: as by the inner `ema`
 
-    U(y) is the update from the gradient at y. In training the parameter holds y, which is ahead of W on the line from
-    the mean M through W. Weight decay is computed at W, or at y if stages follow the decay. The factor a_t is 0 up to
-    the update `start`, then it grows linearly, and from the update `full` on it is `ahead`. This is the anchor gradient
-    of modded-nanogpt's track 3 (2026, record #377, with `ahead` 0.45, `start` 2100 and `full` 2200).
+    W is the base iterate with its next value W', and U(y) the update from the gradient at y. In training the parameter
+    holds y, which is ahead of W on the line from the mean M through W. Weight decay is computed at W, or at y if stages
+    follow the decay. The factor a_t is 0 up to the update `start`, then it grows linearly, and from the update `full`
+    on it is `ahead`. This is the anchor gradient of modded-nanogpt's track 3 (2026, record #377, with `ahead` 0.45,
+    `start` 2100 and `full` 2200).
 
     The inner `ema` may itself be a mean over an `ema_nesterov`. Then the base iterate of `ema_nesterov` is W, and the
     parameter holds its look-ahead plus a_t (W - M). W is computed from y and M, so that no further memory is
