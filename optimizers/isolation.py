@@ -53,7 +53,7 @@ def without_dynamo(method: Callable[_P, _T]) -> Callable[_P, _T]:
     """Undo the decorator `torch._disable_dynamo` of a bound method, and return the method.
 
     The first call of the decorated method would import the compiler, which takes a second. The decorator stays if the
-    compiler is already imported, or if the method has another decorator too.
+    compiler is already imported, or if the method has a second decorator.
     """
     plain: Callable[..., _T] | None = getattr(method, "__wrapped__", None)
     if "torch._dynamo" in sys.modules or plain is None or hasattr(plain, "__wrapped__"):

@@ -494,8 +494,8 @@ class Optimizer(ComposedOptimizer):
         torch.distributed.checkpoint. For plain tensors use `full_state_dict`.
 
         Raises:
-            RuntimeError: backward has updated some parameters of a step (`eigengraft.release`), and `step` not yet the
-                others. All methods that save, copy or load the optimizer raise this error.
+            RuntimeError: backward has updated some parameters of a step (`eigengraft.release`), and `step` has not
+                updated the other parameters yet. All methods that save, copy or load the optimizer raise this error.
         """
         self._require_no_half_step("state_dict")
         self._adopt_changes()

@@ -13,7 +13,8 @@ from eigengraft.preconditioners import Stage
 from eigengraft.preconditioners.base import chain_bounds
 
 MATRIX_ROLES = ("hidden", "head")
-"""Roles of matrices whose outputs are sums over all inputs. An output of any other parameter reads one input only."""
+"""Roles of matrices whose outputs are sums over all inputs. An output of any other parameter depends on a single
+input."""
 
 
 class WidthScaling(Component):
@@ -24,8 +25,8 @@ class WidthScaling(Component):
     condition (Yang, Simon & Bernstein 2023, arXiv:2310.17813, Condition 1). If entries of directions have the size 1
     (Adam, SOAP, signs), s = sqrt(m n) and f = 1 / n. After `spectral` (Muon), s = 1 and f = sqrt(m / n). Stages that
     multiply directions by a number (`scale`) have no effect on f U, because s contains the number too. m and n are
-    lengths of the full matrix, before it is split into blocks or shards. An output of an embedding, vector or bias
-    reads one input only: n = 1. Decoupled weight decay is not scaled. With `base_width` b, the factor is
+    lengths of the full matrix, before it is split into blocks or shards. Each output of an embedding, vector or
+    bias depends on a single input: n = 1. Decoupled weight decay is not scaled. With `base_width` b, the factor is
     f(m, n) / f(b, b) for matrices and 1 for all other parameters. Learning rates are then relative to a model of width
     b, in which hidden matrices b x b keep the recipe's learning rate. For Adam this is muP (Yang et al. 2021,
     arXiv:2203.03466, Table 3).

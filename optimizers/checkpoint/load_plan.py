@@ -191,8 +191,8 @@ def _refuse(
 
     faults: error messages of this rank.
     param_sets: parameter sets. The ranks that share their parameters compare faults.
-    change: differences of the recipes, which the error names too if there are faults. None: the recipes were compared
-        before.
+    change: differences of the recipes. If there are faults, the error also names these differences. None: the recipes
+        were compared before.
     absent: indices of the parameters without saved state. Different indices on different ranks are a fault.
     """
     header = "state_dict does not fit, and nothing was loaded:"

@@ -180,7 +180,7 @@ def watch_inputs(optimizer: Optimizer, model: nn.Module) -> LayerGrams | None:
 
 
 def _see_inputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
-    """Prepare the collection of the inputs of one call of a layer.
+    """Prepare to collect the inputs of a layer in one call of the layer.
 
     Return (function, tensor). The tensor belongs to the output; it is None if no gradient reaches the output. Backward
     calls the function with the gradient of the tensor. The function returns the Gram matrix of the inputs of this call,
@@ -254,7 +254,7 @@ def watch_output_gradients(optimizer: Optimizer, model: nn.Module) -> LayerGrams
 
 
 def _see_outputs(path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[CallRows, Tensor | None]:
-    """Prepare the collection of the gradients of the output of one call of a layer.
+    """Prepare to collect the gradients of a layer's output in one call of the layer.
 
     Return (function, output). None stands in place of the output if no gradient reaches it. Backward calls the function
     with the gradient of the output. The function returns the Gram matrix of the gradient, and the number to add

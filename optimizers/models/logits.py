@@ -50,7 +50,7 @@ class MaxLogits(nn.Module):
         causal: True if a query attends to no later key.
 
     Raises:
-        ValueError: neither `query` and `key` nor `fused` are given, or all of them are.
+        ValueError: the weights are not given by `query` and `key` together, or by `fused` in place of both.
     """
 
     def __init__(

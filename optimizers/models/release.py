@@ -314,8 +314,8 @@ def _units_of(param_set: ParamSet, parts: int) -> Iterator[_Unit]:
 def _of_all_ranks(ranks: RankGroup, sets: Sequence[set[int]], parts: int) -> list[set[int]]:
     """Gather sets of parameters from all ranks, and return them in the same order on all ranks. All ranks call it.
 
-    A rank has only stacks of the blocks that it updates, so units of its own stacks alone would differ between ranks.
-    Ranks would then update different parameters at the same time, and wait for each other without end.
+    A rank has only stacks of the blocks that it updates. If each rank made units from its own stacks, ranks would have
+    different units, update different parameters at the same time, and wait for each other without end.
 
     sets: positions of parameters. The parameters of a set have blocks in the same stack of this rank, or in stacks that
         are computed together.

@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def bound(self) -> float:
-        """Return a lower bound of the work per step of the busiest rank. No choice of owners can give less."""
+        """Return a lower bound of the busiest rank's work per step, in the unit of `work`, for any choice of owners."""
         return self.balance.least / self.interval
 
     @property

@@ -348,7 +348,7 @@ def write_yaml(data: Any, unicode: bool = True, inline: bool = False) -> str:
     """Return plain data as YAML 1.2 text. `parse_yaml` of the text returns equal data.
 
     unicode: False to escape all characters beyond ASCII.
-    inline: True to write mappings and lists without others inside on one line, such as `{name: soap, lr: 0.016}`.
+    inline: True to write a mapping or list on one line if it contains no other one, such as `{name: soap, lr: 0.016}`.
     """
     try:
         from ruamel.yaml import YAML

@@ -305,8 +305,8 @@ class Heads:
         """Return True if a layer whose name suggests a head, such as `proj` or `out`, may be a head.
 
         The name must be an attribute of the model, or of a complete model inside it (`_PARTS`). No other layer may
-        consume the outputs of the layer. This second rule does not hold for the last layer of the model, unless its
-        name is also usual in attention (`_ALSO_IN_ATTENTION`).
+        consume the outputs of the layer. The second rule is waived for the last layer of the model. It holds even there
+        if the name is also usual in attention (`_ALSO_IN_ATTENTION`).
 
         depth: `layer.path[depth]` is the attribute whose name suggests a head.
         """

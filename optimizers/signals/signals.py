@@ -458,10 +458,10 @@ class Signals:
             self.open_first = {name: paths for name, paths in self.open_first.items() if not paths & trained}
 
     def asked_by(self, param_sets: Iterable[ParamSet]) -> bool:
-        """Return True if a step of these parameter sets needs signals that are known before any stack is updated.
+        """Return True if a step of these parameter sets needs signals whose values are computed before the first stack.
 
-        Such signals are sums of a slot over all blocks of all parameters, and all other signals except those in
-        `PER_STACK`, which are computed when a stack is updated.
+        This is so for every signal that is not in `PER_STACK`, and for the sums of a slot over all blocks. The signals
+        in `PER_STACK` are computed for each stack, when it is updated.
         """
         return not self.asking.keys() <= PER_STACK or any(param_set.totals for param_set in param_sets)
 

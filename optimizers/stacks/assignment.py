@@ -127,7 +127,8 @@ def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, lo
 
     specs: the parameters. The owners are written into their placements (`ParamPlacement.owners`).
     phases: for each parameter, the fractions of a refresh interval at which its blocks are refreshed.
-    loads: work and bytes of state of each rank.
+    loads: work and bytes of state of each rank. The work of a block in a step is its floating-point operations, or its
+        milliseconds if the recipe has measured times.
     """
     balances = [
         _assign([spec for spec in specs if spec.frozen is frozen], recipe, phases, loads) for frozen in (False, True)
@@ -429,8 +430,9 @@ class Assignments:
 
         groups: all groups.
         added: groups whose blocks have no owners yet.
-        loads: for each set of ranks, the work and the bytes of state of each rank from earlier groups. The work and the
-            bytes of the added groups are added in place.
+        loads: for each set of ranks, the work and the bytes of state of each rank from earlier groups. Work is in
+            floating-point operations or milliseconds, as in `assign_owners`. The work and the bytes of the added
+            groups are added in place.
         """
         self.set_phases(groups)
         balances = dict[RankGroup, Balance]()

@@ -161,7 +161,7 @@ def step_numbers(hypers: Mapping[int, Hyper], steps: int, again: int) -> dict[st
 
 
 class RankChecks:
-    """Checks the gradients of P parameters in every step, and adds numbers, over all ranks that update the parameters.
+    """Checks the gradients of P parameters in every step, and computes sums, on all ranks that update the parameters.
 
     rank_group: ranks that divide the work on the parameters. With `distribution.group_size` there are several such
         groups, each of which updates all of the parameters. `rank_group.all_ranks` has the ranks of all groups.

@@ -602,10 +602,10 @@ def _place(
 ) -> BlockGroup:
     """Return the block group of equal blocks, with the owner of each block and its row in the owner's stack.
 
-    The dtypes of messages follow from `dtypes`, with one exception: with `distribution.dtype: bf16` every message is in
-    bfloat16. Gradients, and updated parameters if owners send them, have the only dtype in `dtypes`, or the dtype of
-    the computation if there are several. Updates always have the dtype of the computation, and so have gradients if the
-    recipe adds weight decay to gradients.
+    With `distribution.dtype: bf16` every message is in bfloat16. Otherwise updates are sent in the dtype of the
+    computation, and so are gradients if the recipe adds weight decay to gradients. All other gradients, and updated
+    parameters if owners send them, have the dtype of the parameters if `dtypes` has a single one, else that of the
+    computation.
 
     ranks: number of ranks that share the parameters.
     dtypes: dtypes of the parameters to which these blocks belong, and of parameters whose blocks are computed together

@@ -13,8 +13,8 @@ from torch import Tensor
 class Streams:
     """A second stream of a device whose torch module, such as `torch.cuda`, has streams.
 
-    Marks are events of this module, such as `torch.cuda.Event`. On other devices and on a CPU, operations run in the
-    order of the program and nothing needs to wait. There all methods do nothing, and `mark` returns None.
+    Marks are events of this module, such as `torch.cuda.Event`. On a CPU, and on devices without streams, operations
+    run in the order of the program and nothing needs to wait: all methods do nothing, and `mark` returns None.
 
     concurrent: True if work on the second stream runs at the same time as work on the present stream.
     """

@@ -41,8 +41,8 @@ class GroupBatch:
     """Param groups that were added together. They share parameter sets, and their blocks get owners together.
 
     groups: the groups.
-    loads: for each set of ranks that share parameters, the work and the bytes of state of each rank. Blocks of this
-        batch and of all earlier ones are counted.
+    loads: for each set of ranks that share parameters, the bytes of state and the work of each rank, as in
+        `assign_owners`. Blocks of this batch and of all earlier batches are counted.
     sets: the parameter sets. The list is empty until `ParamSets.install`.
     """
 

@@ -1,4 +1,4 @@
-"""Captured steps: the work of stacks on a device is recorded as graphs, which the host replays with one launch each.
+"""Captured steps: the operations of stacks on a device are recorded as graphs. The host replays each by one launch.
 
 Stacks that have blocks of the same parameter are in the same set. All sets without refreshes share one graph. Every
 other set has a graph of its own, and a step in which a stack of the set has a refresh runs the set without the graph.

@@ -224,7 +224,7 @@ class RankStep(LocalStep):
     def _receive(self, arrived: Arrived) -> None:
         """Apply updates from other ranks to the parameters, or copy updated blocks of parameters from them.
 
-        A whole parameter is assembled first only if constraints or an averaging need its whole update.
+        If the recipe has constraints or an averaging, the updates of whole parameters are assembled first.
 
         arrived: pairs (`Transfer`, tensor). The tensor has entries that the owner of a block has sent, and the
             `Transfer` says where these entries are stored.

@@ -42,10 +42,10 @@ class SpikeCounts(NamedTuple):
 
 
 class SpikeCheck:
-    """The check of an optimizer for spikes of a measure (loss or gradient norm). It also changes the steps that are
-    spikes.
+    """Finds the steps of an optimizer that are spikes, and changes these steps.
 
-    The last finite values of the measure, the window, decide if the next value is a spike.
+    A spike is a step in which a measure, the loss or the gradient norm, is far above its last finite values. These
+    values are called the window.
 
     rule: the rule of the recipe. It says which values are spikes and how their steps change.
     values: `[window]` float64 on the device, a ring buffer. Places without a value are 0.
@@ -136,8 +136,8 @@ class SpikeCheck:
         ready: pairs of a parameter set and the inputs of its step, None for a set that makes no step.
         loss: the loss of this step. None: this rank has no loss.
 
-        Raises ValueError if the rule compares losses and a rank has no loss. On an accelerator only that rank raises
-        it.
+        Raises ValueError if the rule compares losses and a rank has no loss. On an accelerator only the rank without a
+        loss raises it.
         """
         steps = [step for _, step in ready if step is not None]
         if not steps or not has_values(ready[0][0].parameters[0]):

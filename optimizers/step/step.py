@@ -127,7 +127,7 @@ class ParamSet:
 
     @cached_property
     def totals(self) -> dict[str, str]:
-        """The slots of which stages read the sum over all blocks and ranks: {path of the slot: path of the update}."""
+        """The slots whose sums over all blocks and ranks stages read: {path of the slot: path of its update}."""
         kinds = {(group.path, group.shape) for group in self.block_groups}
         kinds |= {(state.path, state.stack.block) for state in self.stack_states}
         slots = [(path, slot_keys(self.rules[path], path, block)) for path, block in kinds]

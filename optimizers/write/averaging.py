@@ -61,7 +61,7 @@ class IterateBatch:
     steps: `[n]`, number of updates of each parameter, including the present one.
     lr: learning rate of the present update.
     peak_lr: largest learning rate of the run.
-    mask: n 0-d booleans, False where neither the parameter nor its slots may change. None: all may change.
+    mask: n 0-d booleans. False: the parameter and its slots must not change. None: all may change.
     """
 
     parameters: Sequence[Tensor]

@@ -69,7 +69,7 @@ class Passes:
             self._set_random_states(random_after)
 
     def _random_states(self) -> list[Tensor]:
-        """Return the states of the generator of the CPU and of the default generator of each device."""
+        """Return the states of the random number generators: that of the CPU, and the default one of each device."""
         states = [torch.get_device_module(device).get_rng_state(*_at(device)) for device in self._devices]
         return [torch.get_rng_state(), *states]
 

@@ -35,7 +35,7 @@ class ConstraintContext:
     """Inputs of a constraint beside n parameters and their updates. The tensors may be this rank's shards.
 
     lr: learning rate of the update.
-    mask: n 0-d booleans, False where neither the parameter nor its slots may change. None: all may change.
+    mask: n 0-d booleans. False: the parameter and its slots must not change. None: all may change.
     shard_sums: function of numbers `[n]` float64, one for each tensor, that returns their sums over all ranks. All
         ranks call it together. None: this rank holds whole tensors.
     signals: by name, the signals in `requires_some` of the constraints. A signal has for each parameter a tensor, or
@@ -141,7 +141,7 @@ class Constraint(Schedulable, ABC, family="constraint"):
     def shardable(self, whole_rows: bool) -> bool:
         """Return True if the constraint can be computed on shards of parameters.
 
-        The constraint then needs no sums over shards except those of `ConstraintContext`.
+        On shards, the constraint may compute sums over whole parameters only by the methods of `ConstraintContext`.
 
         whole_rows: True if parameters are sharded only along the first axis.
         """
