@@ -81,7 +81,8 @@ def consolidate(optimizer: ComposedOptimizer, to: int) -> None:
 def _state_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """Write sharded or consolidated state, and names of parameters without prefixes of wrappers, into a state dict.
 
-    torch calls this hook after it has made the state dict.
+    torch calls this hook after it has made the state dict. If the hook returns a state dict, torch uses it in place of
+    its own; None: torch's own state dict is used.
     """
     for saved, group in zip(state_dict["param_groups"], optimizer.param_sets.groups, strict=True):
         if "param_names" in saved:

@@ -140,7 +140,10 @@ def local_state(
 
 
 def shard_hook(optimizer: ComposedOptimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """Replace the local tensors of sharded state in a state dict by DTensors (a hook of torch)."""
+    """Replace the local tensors of sharded state in a state dict by DTensors (a hook of torch).
+
+    Return a `ShardedStateDict`, or None if no parameter is shared with other ranks.
+    """
     groups, index = zip(optimizer.param_groups, state_dict["param_groups"], strict=True), dict[int, Any]()
     for group, saved in groups:
         index.update(zip(map(id, group["params"]), saved["params"], strict=True))

@@ -346,7 +346,10 @@ class _Variance(GradientSums):
             self.add(place, self.parameter(place), squares)
 
     def signal(self) -> Mapping[Tensor, Tensor] | None:
-        """Return the signal of each parameter that had two or more backward passes in the step, and clear the sums."""
+        """Return the signal of each parameter that had two or more backward passes in the step, and clear the sums.
+
+        Return None if there is no such parameter.
+        """
         factor, made = self.factor(), dict[Tensor, Tensor]()
         for place, (squares, count) in self.take().items():
             parameter = self.parameter(place)

@@ -402,6 +402,8 @@ def _magnitudes(stage: Stage, block: tuple[int, ...]) -> list[Inner]:
     """Return the chains inside a stage that set the size of the stage's directions, such as `magnitude` of `graft`.
 
     An error in the second moments of such a chain changes the size of every update (`Inner.sensitive`).
+
+    block: shape of the block that the stage receives.
     """
     return [inner for inner in stage.inner(block).values() if inner.sensitive]
 
@@ -417,10 +419,12 @@ def _whitens(stage: Stage, block: tuple[int, ...]) -> bool:
 
 
 def _ignores_scale(stages: Stages, block: tuple[int, ...]) -> Stage | None:
-    """Return the stage that undoes a change of the norm of the directions that a chain receives; None without one.
+    """Return the stage that makes the result of a chain independent of the norm of its input; None without one.
 
     Clips at the beginning of the chain are passed over. The stage after them is returned if its result does not depend
     on the norm of its input. The result is None if this stage, or a clip before it, has state.
+
+    block: shape of the block that the chain receives.
     """
     for stage in stages:
         own = stage.cached_traits(block)

@@ -270,7 +270,12 @@ def _heads(q: Tensor, k: Tensor) -> tuple[_Span, _Span]:
 
 
 def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
-    """Return the entries of a sharded tensor that this rank holds, as ranges of indices along its axes."""
+    """Return the entries of a sharded tensor that this rank holds, as ranges of indices along its axes.
+
+    shape: shape of the full tensor.
+    mesh: mesh of the tensor.
+    placements: placement of the tensor on each axis of the mesh.
+    """
     ranks = mesh.mesh.flatten().tolist()
     return Layout.from_placements(shape, tuple(mesh.mesh.shape), placements).boxes[ranks.index(dist.get_rank())]
 

@@ -251,6 +251,7 @@ def gather_signals(
 
     calls: the signals that the parameter set requests in this step, with this rank's values.
     positions: number P of parameters in the set.
+    device: device of the parameters, on which numbers are gathered and returned.
     ranks: ranks that share the parameters; None for one process.
     what: name of the collective, for messages.
     """

@@ -415,7 +415,9 @@ class BlockKind(NamedTuple):
     """The properties that equal blocks share.
 
     path: path of the update of the blocks in the recipe.
+    shape: shape of a block.
     dtype: dtype in which the update is computed.
+    device: device of the blocks.
     of_numbers: True if the parameters of the blocks are 0-d, so that ranks cannot divide them.
     """
 

@@ -484,7 +484,7 @@ def _writes(blocks: ActiveBlocks, step: Step) -> list[WriteNumbers]:
 
 
 def _shape(own: StackState, blocks: int = 1, rows: bool = False) -> tuple[int, ...]:
-    """Return the shape of the tensor in which several blocks are passed to a program that updates entries one by one.
+    """Return the shape of one tensor with the entries of several blocks, for a program that updates entries one by one.
 
     The shape is `[blocks, entries, 1, ...]` or `[1, blocks * entries, 1, ...]`, with as many axes as a stack.
 

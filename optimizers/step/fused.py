@@ -137,6 +137,9 @@ class _Numbers(NamedTuple):
     decay: weight decay.
     in_gradient: True if the decay is added to the gradient.
     after: True if the parameters decay after their update.
+    step: step count, including the present step.
+    beta1, beta2, eps: constants of Adam.
+    dtype: dtype of the moments.
     """
 
     lr: float | tuple[int, float]
@@ -464,7 +467,7 @@ class Execution:
     In this class, stages compute the directions of all blocks together. Subclasses compute most steps in a faster way,
     and all other steps as this class does.
 
-    why_not: the reason why each of the other ways cannot be used, by name of the way.
+    why_not: by name of a faster way that cannot be used, the reason why.
     """
 
     why_not: Mapping[Way, str] = field(default_factory=dict)

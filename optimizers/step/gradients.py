@@ -77,6 +77,9 @@ class LossScale:
     def unscale(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """Divide gradients by the scale in place, as `GradScaler.unscale_` does.
 
+        names: names of the parameters, for the error.
+        gradients: the gradients. None: the parameter has no gradient.
+
         Raises ValueError for a gradient in float16, because the division would lose small numbers.
         """
         if self.scale is None:
@@ -92,7 +95,7 @@ class LossScale:
 
 
 def multiply_gradients(gradients: Iterable[Tensor | None], factor: float | Tensor) -> None:
-    """Multiply gradients by a number in place. Sparse gradients do not change."""
+    """Multiply gradients by a number in place. Sparse gradients do not change, and None, no gradient, is left out."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         if gradient is not None and gradient.layout is torch.strided:  # `FiniteCheck` raises an error for other layouts

@@ -147,6 +147,8 @@ class Buffers:
 def _copy(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
     """Copy the second tensor of each pair into the first, in one launch for each device and dtype.
 
+    Pairs with None, which stands for a buffer that is None, are passed over.
+
     Version counters are not raised. Otherwise autograd would report an error for tensors that it has saved for
     backward. This is safe for the statistics of normalization layers: backward uses them only in evaluation mode, in
     which they do not change.
