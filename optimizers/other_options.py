@@ -242,7 +242,7 @@ def _of_soap(key: str, options: Mapping[str, Any], recipe: Recipe, at: str) -> d
     if key == "merge_dims":
         merge = {"merge": options.get("max_precond_dim", 10000), "merge_from": "first"}
         # The authors' code merges the axes of tensors, and preconditions vectors only with `precondition_1d`. Without
-        # it, a tensor that becomes a vector has no basis, which only a route can express: there is no override.
+        # it, a tensor that becomes a vector has no basis. Only a route can express this, so there is no override.
         certain = value is True and options.get("precondition_1d") is True and whole
         return {"blocking": merge, f"{at}.statistic.axes.vectors": True} if certain else {}
     found = _same(fields, key, value)

@@ -150,8 +150,9 @@ def _as_saved(parameter: Tensor, state: Any) -> Any:
 def _fitting(optimizer: ComposedOptimizer, batch: GroupBatch, values: Mapping[Tensor, Any]) -> Sequence[ParamSet]:
     """Return the parameter sets that a batch of param groups needs to load a saved state.
 
-    If the present sets have exactly the parameters with saved state, return them. Otherwise parameters were frozen or
-    thawed since the save. Then build new sets from the parameters that have saved state or are trainable now.
+    These are the present sets if their parameters are exactly the parameters with saved state. Otherwise parameters
+    were frozen or thawed since the save. Then build new sets from the parameters that have saved state or are trainable
+    now.
 
     batch: param groups that were added together.
     values: saved state of each parameter of the batch.

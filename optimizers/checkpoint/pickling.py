@@ -54,7 +54,7 @@ def _build(optimizer: ComposedOptimizer, saved: dict[str, Any], state: defaultdi
     """
     param_sets, groups = optimizer.param_sets, optimizer.param_groups
     # Groups that were added together (a batch) are declared together again, in the same order. The owners of the blocks
-    # of a batch depend on all earlier batches, and so become the same.
+    # of a batch depend on all earlier batches, and are therefore the same as before.
     for first, end in pairwise([0, *saved["batches"]]):
         for index in range(first, end):
             param_sets.declare(groups[index]["params"], saved["infos"][index], saved["frozen"][index])

@@ -427,7 +427,7 @@ class InPlaceStep:
         Blocks of several shapes share a call if all their numbers are equal. A call is made at its first use. Return
         None if no kernel can compute the weight decay.
 
-        row: one of the blocks, as index among the active blocks.
+        row: index, among the active blocks, of one of the blocks that are added.
         kind: numbers that the blocks share. Among them is a factor of the learning rate, which must not change the
             weight decay. Because the kernel multiplies the decay by the learning rate, it receives the decay divided by
             the factor.

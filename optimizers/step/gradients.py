@@ -303,8 +303,9 @@ class FiniteCheck:
         if check.usable is None and (given.allowed is None or not positions):
             self._count(len(positions), [], given.gradients, given.more)
             return present, None
-        # The host has nothing to read, and the result is a mask on the device: with `failure.detect: device`, or if all
-        # gradients count as usable and a GradScaler alone decides whether there is a step.
+        # The host has nothing to read, and the result is a mask on the device. There are two such cases: with
+        # `failure.detect: device`, and if all gradients count as usable but a GradScaler decides whether there is a
+        # step.
         if check.answers is None:
             return present, self._defer(positions, check.usable, given.allowed, len(present))
         if (bad := _unusable(positions, answers)) is None:

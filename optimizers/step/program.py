@@ -91,11 +91,11 @@ def require_finite(found: Tensor, gradient: Tensor, path: str, context: StepCont
 
 @contextmanager
 def finite_writes(stack_state: StackState, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Iterator[None]:
-    """Return a context for a compiled update of parameters in place, in the first CHECKED_UPDATES updates of a stack.
+    """Return a context in which a compiled program updates parameters in place, and which then checks the parameters.
 
-    Raise ContractError after the update if a parameter has inf or nan, although the parameter and its gradient were
-    finite before. The program writes its directions, so `require_finite` cannot check them before. On a device the host
-    waits once.
+    At its end the context raises ContractError if a parameter has inf or nan, although the parameter and its gradient
+    were finite before. The program does not return its directions, so `require_finite` cannot check them. The first
+    CHECKED_UPDATES updates of a stack run in this context. On a device the host waits once.
 
     tensors: the updated parameters of the stack.
     """

@@ -312,8 +312,8 @@ def _scheduled(source: ProgramSource, given: Mapping[str, Tensor]) -> Iterator[U
 def _key(x: Any) -> Hashable:
     """Return a hashable key of a declaration (`ProgramSource`), by which a cache finds its program.
 
-    The key has the keys of all fields, which this function computes by calling itself. Of an update rule it has only
-    the two chains of stages. Declarations with equal keys share one compiled program.
+    The key has the keys of all fields, which this function computes by calling itself. The key of an
+    update rule has only its two chains of stages. Declarations with equal keys share one compiled program.
 
     x: the declaration, or a part of it.
     """
