@@ -73,7 +73,7 @@ class RunLog:
             Reports name a method by its recipe if no other method has a recipe of that name, and else by its directory.
             In the arguments `baseline`, `only` and `labels` of `Report`, methods are named by their directories.
         task: name of the task and its data. Runs of other tasks are never compared.
-        steps: number of steps of the run.
+        steps: number of steps of the run, at least 1.
         seed: seed of the run. None: the number of a directory `seed-K`, else 0.
         lr: peak of the learning rate. None: unknown.
         recipe: the optimizer, as a recipe, a mapping or a name.
@@ -81,7 +81,7 @@ class RunLog:
             differs between runs.
 
     Raises:
-        ValueError: `steps`, `seed` or `lr` is no number of its type, or JSON cannot store a setting.
+        ValueError: `steps`, `seed` or `lr` is no number of its type or range, or JSON cannot store a setting.
         RecipeError: the directory contains a complete run, or a run with other settings.
     """
 
@@ -97,6 +97,8 @@ class RunLog:
         **settings: Any,
     ) -> None:
         self.directory, self.steps = Path(directory), _whole("steps", steps)
+        if self.steps < 1:
+            raise ValueError(f"steps: it must be at least 1, got {steps}")
         self._run = RunDirectory(directory)
         if isinstance(recipe, Component):
             recipe = recipe.model_dump(mode="json")
@@ -219,7 +221,7 @@ def _parsed(name: str, value: Any) -> float:
 def _whole(name: str, value: Any) -> int:
     """Convert a value to an `int`. Raises ValueError, which begins with `name`, if it is not a whole number."""
     number = _parsed(name, value)
-    if isinstance(value, str) or not number.is_integer():
+    if isinstance(value, (str, bool)) or not number.is_integer():
         raise ValueError(f"{name}: it must be a whole number, got {value!r}")
     return int(number)
 

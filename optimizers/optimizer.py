@@ -109,7 +109,7 @@ class Optimizer(ComposedOptimizer):
         if not isinstance(checked, bool):
             raise TypeError(f"checked: True or False is required, got {checked!r}")
         described = DescribedParameters.of(params)
-        self.recipe = load_recipe(recipe, overrides)
+        self.recipe = load_recipe(recipe, overrides).for_unknown_run()
         who = "compose" if isinstance(params, DescribedParameters) else "Optimizer"  # `compose` passes no others
         require_options(options, self.recipe, who)
         check_options(options, who)

@@ -177,12 +177,14 @@ def _in_either_number(name: str, known: Iterable[str]) -> str:
 
 
 def _searched_text(what: str, row: Sequence[str]) -> str:
-    """Return the text in which `list` searches words for an entry, in lower case: its row and its headings.
+    """Return the text in which `list` searches words for an entry, in lower case.
+
+    It is the row of the entry, with the titles of its headings and goals.
 
     what: name of the list that has the entry, such as "recipes".
     row: columns of the entry. The first is its name.
     """
-    headings = (f"{one.title} {one.when}" for one in _HEADINGS.get(what, ()) if row[0] in one.members)
+    headings = (one.title for one in _HEADINGS.get(what, ()) if row[0] in one.members)
     by_goal = (goal.title for goal in goals() if what == RECIPES and row[0] in dict(goal.recipes))
     return " ".join((*row, *headings, *by_goal)).lower()
 

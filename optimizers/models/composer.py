@@ -55,8 +55,9 @@ def compose(  # noqa: PLR0913  its arguments after the model are options
         weight_decay: weight decay; None means the recipe's.
         overrides: changes of the recipe, as a mapping {dotted path: value} or as strings "path=value".
         checked: True to check at every step that each stage keeps its contract, which is slower.
-        steps: number of steps of the run, for schedules by `fraction` if the recipe has no `total_steps`, and for
-            warnings about schedules. None: it is unknown.
+        steps: number of steps of the run. It is the `total_steps` of a recipe that needs one and has none, for
+            schedules by `fraction`, and is used by warnings about schedules. None: it is unknown, and a recipe with
+            `published_steps` assumes these.
         silence: ids of warnings to suppress. A warning ends with its id, such as `[storage-unused]`.
         options: options of torch's optimizers, as `Optimizer` accepts them.
 

@@ -317,6 +317,30 @@ def _long_schedules(composed: Composition) -> Iterator[str]:
             )
 
 
+@recipe_check("run-length")
+def _other_length(composed: Composition) -> Iterator[str]:
+    """Warn if the recipe depends on the length of the run, and its `total_steps` is that of another run.
+
+    This is so if `steps` of `compose` differs from `total_steps`, or if `total_steps` is that of the published run,
+    because the length of the run is unknown.
+    """
+    recipe, steps = composed.optimizer.recipe, composed.steps
+    path = None if recipe.total_steps is None else recipe.needs_total_steps()
+    if path is None:
+        return
+    if steps is None and recipe.total_steps == recipe.published_steps:
+        yield (
+            f"{path}: depends on the length of the run, which is not known; the recipe assumes the "
+            f"{recipe.published_steps} steps of its published run. Give the number of steps as `steps` of "
+            "eigengraft.compose, or as `total_steps` of the recipe"
+        )
+    elif steps is not None and recipe.total_steps != steps:
+        yield (
+            f"{path}: depends on `total_steps` of the recipe, {recipe.total_steps}, and the run has {steps} steps; set "
+            "`total_steps: null` if the recipe should follow the run"
+        )
+
+
 @recipe_check("whitening-after-graft")
 def _whitening_after_graft(composed: Composition) -> Iterator[str]:
     """Warn if a stage after a grafting changes the norm that the grafting has set.

@@ -246,6 +246,12 @@ class Recipe(UpdateRule):
         description="number of steps of the whole run; required by schedules with `fraction` and by stages that "
         "depend on the fraction of the run; training of a task sets it; none: unknown",
     )
+    published_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="number of steps of the published run, which takes the place of `total_steps` if the length of the "
+        "run is unknown; none: the recipe has no such run",
+    )
     storage: Annotated[dict[str, Quantizer], WithJsonSchema(_STORAGE)] = Field(
         default={}, description="how slots are stored: by role (statistic, root), stage path or stage path/slot"
     )
@@ -394,17 +400,19 @@ class Recipe(UpdateRule):
         """
         return reached(self.expect, self.rules(), [(info, *self.route(info)) for info in infos] if self.expect else [])
 
-    def lacks_total_steps(self) -> str | None:
-        """Return the path of the first field or stage that needs `total_steps`, the length of the run, but has none.
+    def needs_total_steps(self) -> str | None:
+        """Return the path of the first field or stage that depends on the length of the run, `total_steps`.
 
-        Examples are a schedule by `fraction` and a stage with the signal "step_fraction". Return None if `total_steps`
-        is set, or if no part of the recipe needs it.
+        Examples are a schedule by `fraction` and a stage with the signal "step_fraction". Return None if no part of the
+        recipe depends on the length of the run.
         """
-        if self.total_steps is not None:
-            return None
         fractions = (path for path, schedule in schedules(self) if any(segment.fraction for segment in schedule))
         found = asking(pair for where, rule in self.rules().items() for pair in rule.stages(where))
         return next(fractions, found.get("step_fraction"))
+
+    def lacks_total_steps(self) -> str | None:
+        """Return the result of `needs_total_steps` if the recipe has no `total_steps`. Return None if it has one."""
+        return self.needs_total_steps() if self.total_steps is None else None
 
     def for_run(self, steps: int) -> Recipe:
         """Return the recipe for a run of `steps` steps: with `total_steps` if it depends on the length of the run."""
@@ -412,6 +420,10 @@ class Recipe(UpdateRule):
         if type(given) is not int or given < 1:
             raise ValueError(f"steps: a positive integer is required, the number of steps of the run, got {given!r}")
         return self.replace(total_steps=given) if self.lacks_total_steps() else self
+
+    def for_unknown_run(self) -> Recipe:
+        """Return the recipe for a run of unknown length: `published_steps` is its `total_steps` if it needs one."""
+        return self.replace(total_steps=self.published_steps) if self.lacks_total_steps() else self
 
     def rules(self) -> dict[str, Recipe | Route]:
         """Return the update rules by path: that of the recipe itself under "", and those of its `routes` under

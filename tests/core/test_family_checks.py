@@ -17,7 +17,7 @@ from eigengraft import Signal, Slot, Stage, State, StepContext, register_signal
 from eigengraft.blocking import Matrices, ModuleFacts, View, ViewChoice
 from eigengraft.component import Component, families
 from eigengraft.experiments.training.schedule import LearningRateSchedule
-from eigengraft.numerics import finite_blocks, identity_like, symmetrized
+from eigengraft.numerics import finite_blocks, identity_like, symmetrized, tiny
 from eigengraft.optimizers import WeightDecay
 from eigengraft.optimizers.write import (
     Averaging,
@@ -227,6 +227,7 @@ class Ridged(RootSolver):
     """Roots with a ridge in units of `unit`, which is added, or, with `floor`, is the least eigenvalue.
 
     hidden: True if `regularized` does not know the ridge.
+    safe: False if the eigenvalues of a zero matrix stay 0.
     """
 
     kind: Literal["ridged"] = "ridged"
@@ -234,6 +235,7 @@ class Ridged(RootSolver):
     unit: Literal["largest", "trace", "one"] = "largest"
     floor: bool = False
     hidden: bool = False
+    safe: bool = True
 
     def root(self, a: Tensor, exponent: Fraction) -> Root:
         ok = finite_blocks(a)
@@ -245,7 +247,13 @@ class Ridged(RootSolver):
         if self.hidden:
             return values
         ridge = self.strength * UNIT[self.unit](values)
-        return torch.maximum(values, ridge) if self.floor else values + ridge
+        found = torch.maximum(values, ridge) if self.floor else values + ridge
+        return found.clamp_min(tiny(values.dtype)) if self.safe else found
+
+
+def test_a_root_of_a_singular_matrix_that_is_not_finite_must_be_marked() -> None:
+    with refused(LawError, "roots_of_singular_matrices".replace("_", " "), False):
+        check_solver(Ridged(strength=0.0, safe=False), degree=-1, rotates=True)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,27 @@ def test_the_length_of_the_run_is_that_of_fractions() -> None:
         compose("adamw", model(), overrides=schedule)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "steps", "total", "data"),
+    [
+        ({}, None, 3250, (3250,)),
+        ({}, 8, 8, ()),
+        ({"total_steps": 4}, None, 4, ()),
+        ({"total_steps": 4}, 8, 4, (4, 8, "total_steps: null")),
+        ({"total_steps": 8}, 8, 8, ()),
+    ],
+)
+def test_a_recipe_for_a_run_of_another_length_is_named(
+    overrides: dict[str, int], steps: int | None, total: int, data: tuple[object, ...]
+) -> None:
+    found = warned("bimaxwell_muon", model(), overrides=overrides, steps=steps)
+    assert compose("bimaxwell_muon", model(), overrides=overrides, steps=steps).recipe.total_steps == total
+    assert len(found) == bool(data), found
+    if data:
+        check_said(found[0], "update.momentum_mixture.means.0.beta", *data)
+        assert found[0].endswith("[run-length]")
+
+
 def test_an_id_silences_its_warning_alone_and_an_unknown_id_is_refused() -> None:
     both = {"storage": {"second_moment": int8(), "first_moment": int8(10**9)}}
     ids = ["storage-unused", "storage-rounds-to-zero"]

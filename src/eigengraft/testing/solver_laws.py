@@ -447,7 +447,28 @@ def roots_of_diagonals_are_elementwise(case: SolverCase[RootSolver]) -> None:
         require_close(together[i : i + 1], alone, ROUNDING, what, cause)
 
 
+def roots_of_singular_matrices_are_finite_or_marked(case: SolverCase[RootSolver]) -> None:
+    """The root of a singular matrix is finite, or the matrix is marked as failed in `ok`.
+
+    The matrices are 0, of rank 3 and 6 x 6, diagonal of rank 2, and with a small negative eigenvalue, as rounding gives
+    it. Statistics are such matrices in the first steps of a run.
+    """
+    _, q = torch.linalg.eigh(definite(1)[0])
+    values = torch.tensor([[0.0] * 6, [1.0, 1.0, 1.0, 0.0, 0.0, 0.0], [1.0, 0.5, 0.2, 0.1, 1e-3, -1e-6]]).to(q)
+    a = torch.cat(
+        [(q * values.unsqueeze(1)) @ q.mT, torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 0.0]).to(q))[None]]
+    )
+    found, ok = case.component.root(a, usual_exponent(case.component))[:2]
+    right = found.isfinite().flatten(1).all(1) | ~ok
+    what = "roots of a zero matrix, one of rank 3, one with an eigenvalue of -1e-6, and a diagonal of rank 2"
+    remedy = "add a ridge to the eigenvalues before the power, and raise negative ones to 0; or set `ok` to False"
+    require(
+        right.all(), what, "finite, or False in `ok`", f"finite or marked: {right.tolist()}", in_parentheses(remedy)
+    )
+
+
 ROOT_LAWS: tuple[Law[SolverCase[Any]], ...] = (
+    Law(roots_of_singular_matrices_are_finite_or_marked),
     Law(roots_turn_and_scale_with_the_matrix),
     Law(a_root_undoes_its_matrix),
     Law(roots_come_with_a_report),
