@@ -15,10 +15,9 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Modules are compiled once, not by each of the many processes that tests start.
 export PYTHONDONTWRITEBYTECODE :=
-# Three processes for two cores, because tests that wait for processes of their own leave a core idle. A file's tests stay
-# in one process, so that what they share (launched ranks, builds, caches) is made once; files go out by name, which
-# leaves those that take long for neither end.
-SHARED := -n 3 --dist loadfile --no-loadscope-reorder
+# Two processes. A file's tests stay in one, so that what they share (launched ranks, builds, caches) is made once; files
+# go out by name, which leaves those that take long for neither end.
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo quick test wordings bench gpu check docs hosts versions clean links
 .DEFAULT_GOAL := help

@@ -418,7 +418,7 @@ def test_basis_and_polar_solvers_that_break_a_law_are_told_which(solver: Any, sa
 
 
 def test_sound_solvers_get_a_report() -> None:
-    assert len(check_solver(BrokenRoot(), degree=-1, rotates=True).held) == 11
+    assert len(check_solver(BrokenRoot(), degree=-1, rotates=True).held) == 12
 
 
 # Quantizers.
