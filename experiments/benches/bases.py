@@ -127,10 +127,10 @@ class BasisBench(MatrixBench):
                 a.to(self.target_device(), getattr(torch, dtype)) for a in path()]  # fmt: skip
 
     def drifting_statistic(self, spectrum: Synthetic, d: int) -> list[Tensor]:
-        """Return the statistic `[N, d, d]` at every refresh, in float64, bias corrected.
+        """Return the statistic A `[N, d, d]` at every refresh, in float64, bias corrected.
 
-        A <- beta A + (1 - beta) G G^T / d,  G = U_t diag(sqrt lambda) Z_t,  Z_t standard normal `[d, d]`,
-        U_t = U_0 exp(t drift K) with K antisymmetric of spectral norm 1.
+        A <- beta A + (1 - beta) G G^T / d,  G = U_k diag(sqrt lambda) Z_k,  Z_k standard normal `[d, d]`,
+        U_k = U_0 exp((k - 1) drift K) in step k = 1, 2, ..., with K random, antisymmetric and of spectral norm 1.
         """
         random = np.random.default_rng((self.seed, d, 1))
         skew = torch.from_numpy(random.standard_normal((self.count, d, d)))
@@ -221,5 +221,7 @@ def _quality(a: Tensor, q: Tensor) -> Row:
 
 
 def _drawn(row: Row) -> float:
-    """Return the column `offdiagonal` of a row of the results, at least 1e-17: a logarithmic axis has no 0."""
+    """Return the number to draw for a row of the results: its column `offdiagonal`, but at least 1e-17, because a
+    logarithmic axis has no 0.
+    """
     return max(number_of(row, "offdiagonal"), 1e-17)

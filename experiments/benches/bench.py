@@ -56,7 +56,8 @@ def default_members(
 
     family: family of components to which the candidates belong.
     preferred: declarations of the first candidates. All other kinds of the family that need no fields follow.
-    usual: function from a kind to a declaration of this kind. Its fields are used where `preferred` does not set them.
+    usual: function from a kind to a declaration of this kind. The fields of this declaration are used where
+        `preferred` does not set them.
     keep: function that receives a candidate, and returns False if the candidate is to be left out.
     """
 
@@ -275,10 +276,10 @@ class Bench(Component, ABC, family="bench"):
             torch.set_num_threads(threads)
 
     def cells_of(self, problem: Problem) -> Iterator[list[Row]]:
-        """Measure each candidate on one problem. Yield one list of results for each candidate, as rows of a table.
+        """Measure each candidate on one problem, and yield the rows of each candidate as a list.
 
-        The first list begins with the rows of the bench's reference. A bench that overrides this method to measure all
-        candidates together yields one list with all rows.
+        The first list begins with the rows of the problem that belong to no candidate (`reference`). A bench that
+        overrides this method to measure all candidates together yields one list with all rows.
         """
         given = problem.make()
         first = [] if given is None else [self.row(None, problem.fields, **row) for row in self.reference(given)]
@@ -384,6 +385,8 @@ def write_rows(rows: Iterable[Row], path: Path) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the type and the message of an error in one short line, or the name of a library that is not installed."""
+    """Return the type and the message of an error in one short line. For an ImportError, return "not installed:" and
+    the name of the module instead.
+    """
     text = f"{type(error).__name__}: {error}" if not isinstance(error, ImportError) else f"not installed: {error.name}"
     return text.splitlines()[0][:80]

@@ -112,9 +112,9 @@ class PowerLaw(Synthetic):
 class Clustered(Synthetic):
     """Two clusters: a share of the eigenvalues at 1, the rest at 1 / ratio.
 
-    A small share leaves one large eigenvalue, a signal of rank one above a floor. A share near 1 leaves one small one.
-    The default is the test matrix of 4-bit Shampoo (Wang et al. 2024, arXiv:2405.18144): of 1200 eigenvalues 800 are
-    1000 and 400 are 1.
+    If the share is small, only one eigenvalue is large, as for a signal of rank one above a floor. If the share is
+    near 1, only one eigenvalue is small. The defaults are those of the test matrix of 4-bit Shampoo (Wang et al. 2024,
+    arXiv:2405.18144): of its 1200 eigenvalues, 800 are 1000 and 400 are 1.
     """
 
     kind: Literal["clustered"] = "clustered"
@@ -216,9 +216,12 @@ def gradients_of(source: Any, steps: int) -> Iterator[dict[str, Tensor]]:
 def layer_gradients(width: int, samples: int, seed: int = 0, steps: int = 100) -> Tensor:
     """Return gradients `[samples, layers, width, width]` in float64 of the layers GRADIENT_LAYERS.
 
-    All gradients are computed at the same weights, after `steps` steps of AdamW; each sample is the gradient of a new
-    batch. Every layer is scaled so that the mean squared norm of its gradients is 1. The result is cached: do not write
-    into it.
+    All gradients are computed at the same weights, after `steps` steps of AdamW. Each sample is the gradient of a new
+    batch. The gradients of each layer are divided by a number, so that their mean squared norm is 1. The result is
+    cached: do not write into it.
+
+    width: width of the language model whose layers these are.
+    samples: number of gradients of each layer.
     """
     task = {"kind": "byte_lm", "width": width, "heads": 2, "context": 32, "batch_size": 8, "max_bytes": 2**20}
     source = {"task": task, "recipe": "adamw", "lr": 5e-3, "seed": seed}
@@ -255,10 +258,11 @@ def _samples(source: Any, steps: int, samples: int, width: int) -> dict[str, Ten
 
 @lru_cache(maxsize=2)
 def trained_factors(source: str, at: tuple[int, ...], beta: float) -> dict[str, list[Tensor]]:
-    """Train an experiment or run for `max(at)` steps. Return the Gram factors of its gradients by parameter and axis.
+    """Train an experiment or run for `max(at)` steps. Return the Gram factors of its gradients.
 
-    A <- beta A + (1 - beta) G G^T for axis 0 and G^T G for axis 1, bias corrected. A factor is a list of matrices
-    `[1, d, d]` in float64: its values after the numbers of steps in `at`. An axis longer than LONGEST has no factor.
+    A <- beta A + (1 - beta) G G^T for axis 0 of a gradient G, and with G^T G for axis 1, bias corrected. The result is
+    a mapping from "<parameter> factor.<axis>" to a list of matrices `[1, d, d]` in float64: the values of the factor A
+    after the numbers of steps in `at`. An axis longer than LONGEST has no factor.
 
     source: path of an experiment file, or of the directory of a run.
     """
@@ -372,7 +376,8 @@ def angle(x: Tensor, reference: Tensor) -> Tensor:
 def matrix_power(a: Tensor, exponent: float, floor: float | None = None) -> Tensor:
     """Return A^p, with p the exponent, in float64 for positive definite A `[..., d, d]`.
 
-    floor: eigenvalues below this many times the largest are first raised to this bound; None: they are not.
+    floor: lower bound of the eigenvalues, as a share of the largest one. Smaller eigenvalues are raised to it first.
+        None: there is no bound.
     """
     values, q = torch.linalg.eigh(a.double())
     if floor is not None:

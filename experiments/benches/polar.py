@@ -32,9 +32,10 @@ _PREFERRED: tuple[Declaration, ...] = (
 
 
 class PolarBench(OwnMatrices):
-    """Polar solvers x shapes x condition numbers x dtypes on G = U diag(s) V^T, s from condition^-1 to 1.
+    """Measure every polar solver on matrices G = U diag(s) V^T, for every shape, condition number and dtype.
 
-    Neighboring singular values s have equal ratios. With `record`, G are gradients of a run after `steps` steps.
+    The singular values s go from 1 / condition to 1, and neighbors have equal ratios. With `record`, the matrices G
+    are gradients of a run after `steps` steps.
     """
 
     kind: Literal["polar"] = "polar"

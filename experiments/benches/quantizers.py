@@ -119,8 +119,8 @@ class QuantizerBench(DampedBench):
     - `root`: (A + r I)^-e is stored, and all errors are those of the decoded root.
 
     Each matrix is encoded `writings` times, each time over the previous codes, because the format `eigen` is made for
-    matrices that change slowly. The last decoding is measured. Error feedback makes the mean of many decodings more
-    accurate, but a single decoding less accurate. Its errors therefore look too large here.
+    matrices that change slowly. The last decoding is measured. A quantizer with error feedback is more accurate in the
+    mean of many decodings, but less accurate in a single one. Its errors therefore look too large here.
 
     `min_elements` of a quantizer is 1 here if its declaration does not set it. Times do not depend on the values of a
     matrix, and are measured once for each size and dtype.
@@ -189,7 +189,7 @@ class QuantizerBench(DampedBench):
             return None
         values, vectors = torch.linalg.eigh(a)
         if isinstance(spectrum, Synthetic):
-            # The drawn eigenvectors replace those of `eigh`, which differ from them where eigenvalues are equal.
+            # The drawn eigenvectors are used: where eigenvalues are equal, `eigh` returns other ones.
             values, vectors = spectrum.eigenvalues(d).expand(len(a), d), orthogonal(len(a), d, self.seed)
         settings = (self.exponent, self.ridge, self.target_device(), getattr(torch, dtype), times)
         return StorageProblem(a, values, vectors, *settings)
@@ -327,9 +327,9 @@ class StorageProblem:
     times: dict[Any, dict[str, float]]
 
     def condition(self) -> float:
-        """Return the condition number of the matrices A `[N, d, d]` to store, the worst of the N.
+        """Return the largest condition number of the N matrices A to store.
 
-        It is infinite if the smallest eigenvalue is below the rounding errors of float64.
+        A condition number is infinite if the smallest eigenvalue is below the rounding errors of float64.
         """
         low, high = self.values.amin(-1), self.values.amax(-1)
         rounding = self.a.shape[-1] * torch.finfo(torch.float64).eps * high

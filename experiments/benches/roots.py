@@ -45,11 +45,11 @@ default_solvers = default_members(RootSolver, _PREFERRED, ridgeless)
 
 
 class RootBench(DampedBench):
-    """(A + r I)^-e,  r = ridge lambda_max:  solvers x exponents x spectra x sizes x dtypes.
+    """Measure every solver of roots (A + r I)^-e, for every exponent e, spectrum, size and dtype of A.
 
-    The bench adds the ridge r I to the matrices, so that all solvers have the same one. A solver that is declared by
-    its kind alone adds no further ridge (`eps: 0`). A solver that is declared with fields is measured as declared.
-    Times are per matrix.
+    r is `ridge` times the largest eigenvalue of A. The bench itself adds the ridge r I to A, so that all solvers have
+    the same one. A solver that is declared by its kind alone adds no further ridge (`eps: 0`). A solver that is
+    declared with fields is measured as declared. Times are per matrix.
     """
 
     kind: Literal["roots"] = "roots"

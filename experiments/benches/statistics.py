@@ -139,10 +139,11 @@ BEST, DIAGONAL = "best Kronecker product", "diagonal (Adam)"
 
 
 class StatisticBench(OwnMatrices):
-    """Compare the estimate that a statistic has after some numbers of gradients with the gradients' second moment.
+    """Compare the second moment of gradients with the estimate of it that a statistic has computed from them.
 
-    The gradients are those of the layers of a byte-level language model after a short training. If `record` names a
-    run, they are the leading `width` x `width` entries of the gradients of its layers.
+    The estimate is compared after each number of gradients in `samples`. The gradients are those of the layers of a
+    byte-level language model after a short training. If `record` names a run, they are the leading `width` x `width`
+    entries of the gradients of its layers.
 
     S = L x R is the Kronecker product of the statistic's estimates for the two axes of a layer. S is compared with C,
     the second moment over all gradients that statistics see, by their cosine. The gain error compares S with held-out

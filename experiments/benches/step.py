@@ -225,12 +225,12 @@ _AXES = '.statistic.axes={"max_size": 1024, "vectors": false}'
 
 
 def _recipe(recipe: str, stage: str, maths: str, *changes: str) -> StepCase:
-    """Return a recipe to measure beside the optimizers of other libraries that have the algorithm `maths`.
+    """Return a recipe as a candidate, for a comparison with other libraries' optimizers of the algorithm `maths`.
 
-    Its settings are made equal to theirs: parameters are not split or merged, long axes and vectors have no factor, and
-    refreshes are spread over all steps of an interval.
+    The settings of the recipe are made equal to those of the other libraries: parameters are not split or merged, long
+    axes and vectors have no factor, and refreshes are spread over all steps of an interval.
 
-    stage: path in the recipe of the stage that has the statistic.
+    stage: path of the stage that has the statistic, such as "update.eigenbasis".
     changes: further overrides of the recipe.
     """
     refresh = (f"{stage}.refresh.steps={INTERVAL}", f"{stage}.refresh.min_wave_work=1")
@@ -302,9 +302,10 @@ class StepBench(Bench):
     """Measure the time of a step of every optimizer on every set of parameters, with every interval of refreshes.
 
     Candidates with the same algorithm take turns: in a round each of them makes one step, A B C A B C ... The first
-    `warm` rounds are not timed, nor are the steps in which operators and bytes are counted. After that, `periods`
-    intervals between refreshes are timed, but at least 10 steps. The reported times are those of a typical interval,
-    whose step k takes the median time of step k over all timed intervals. The field `seconds` has no effect.
+    `warm` rounds are not timed. In the rounds after these, `periods` intervals between refreshes are timed, but at
+    least 10 steps. Operators and bytes are counted in further steps, which are not timed. The reported times are those
+    of a typical interval, whose step k takes the median time of step k over all timed intervals. The field `seconds`
+    has no effect.
     """
 
     kind: Literal["step"] = "step"

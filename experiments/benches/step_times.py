@@ -205,9 +205,9 @@ class KernelTotals(NamedTuple):
 
 
 def kernels(contender: Contender, gradients: Sequence[Tensor]) -> KernelTotals | None:
-    """Make one step, and return the number and time of its kernels by torch's profiler, without copies and fills.
+    """Make one step, and return the number and time of its kernels, measured by torch's profiler.
 
-    Return None on a CPU.
+    Copies and fills of memory do not count as kernels. Return None on a CPU.
     """
     give(contender, gradients)
     if not _on_cuda(gradients):

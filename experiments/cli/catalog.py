@@ -221,9 +221,12 @@ _Sort = Literal["steps", "time", "state", "ms"]
 
 
 def _rank(name: str, sort: _Sort) -> float:
-    """Return a number by which recipes are sorted, the best first. It is infinity for a recipe without such a number.
+    """Return a number of a recipe by which recipes are sorted in ascending order, the best first.
 
-    sort: number that is compared. Profiles of steps and of time are negated, because larger ones are better.
+    It is infinity for a recipe without this number.
+
+    name: name of the recipe.
+    sort: number to sort by. The scores "steps" and "time" are negated, because larger scores are better.
     """
     own = recipe_numbers()[name]
     number = {"steps": own.steps, "time": own.time, "state": own.state, "ms": own.measured}[sort]

@@ -73,9 +73,10 @@ def _run_studies(folder: Path, claims: PaperClaims, out: Path, workers: int | No
 
 
 def _outdated(pages: Mapping[Path, str], renew: bool) -> list[str]:
-    """Return the paths whose files differ from their generated text. With `renew`, write all files and return none.
+    """Return the paths of files that are missing or differ from their generated text.
 
     pages: path of a file -> its generated text.
+    renew: if True, all files are written and the result is [].
     """
     stale = []
     for path, text in pages.items():

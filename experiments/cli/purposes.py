@@ -166,8 +166,8 @@ RECIPE_GROUPS = (
 
 
 class RecipeNumbers(NamedTuple):
-    """Measured and counted numbers of a shipped recipe. `steps`, `time`, `rates`, `convolutional` and `text` are None
-    if the recipe was not run on the laptop track, a set of small tasks with target losses.
+    """Bytes of state, step times and benchmark scores of a shipped recipe. `steps`, `time`, `rates`, `convolutional`
+    and `text` are None if the recipe was not run on the laptop track, a set of small tasks with target losses.
 
     state: bytes of state per parameter of GPT-2 small in float32, embeddings and vectors included.
     counted: counted milliseconds of the optimizer in a step of GPT-2 small on one H100, a lower bound.
@@ -203,7 +203,7 @@ were measured. `python docs/hooks/measured.py` writes it."""
 
 @cache
 def recipe_numbers() -> dict[str, RecipeNumbers]:
-    """Return the measured and counted numbers of each shipped recipe, by its name."""
+    """Return the bytes of state, step times and benchmark scores of each shipped recipe (`RecipeNumbers`), by name."""
     return {name: RecipeNumbers(*own) for name, own in _numbers_file()["recipes"].items()}
 
 

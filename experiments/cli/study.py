@@ -136,8 +136,8 @@ def report_command(  # noqa: PLR0913  its arguments are the command's options
     """Write DIRECTORY/report.html: one self-contained page with curves, tables and differences of recipes.
 
     Also writes runs.csv, tables.md and tables.tex there. With --only, all these files are written to
-    DIRECTORY/only-LABELS, so that the files about all runs are not replaced. The report of several studies has a panel
-    for each combination of task, data and length of runs.
+    DIRECTORY/only-LABELS, so that the files about all runs are not replaced. The report of several studies has a
+    section for each combination of task, data and length of runs.
     """
     from ..reports.report import Report
     from ..reports.tables import write_parquet

@@ -90,7 +90,7 @@ class Tuning(Component, ABC, family="tuning"):
     def proposed(self, cell: Experiment, trials: Sequence[Trial]) -> list[Values]:
         """Return all combinations of values to try next in a cell. An empty list ends the search.
 
-        The runs of all of them may be done side by side. Raises RecipeError if a tuned field has no start value.
+        All of these combinations may be tried at the same time. Raises RecipeError if a tuned field has no start value.
 
         cell: experiment of the cell.
         trials: completed trials.

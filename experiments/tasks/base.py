@@ -593,8 +593,10 @@ def _to_classes(outputs: Tensor, targets: Tensor) -> str:
 
 
 def training_labels(dataset: Dataset) -> Tensor:
-    """Return the labels of all training examples in memory, or of the first batches of other data, without rows that
-    the loss ignores.
+    """Return the labels of the training data, without those of the class that the loss ignores.
+
+    These are all labels of an `Examples`. Of other data sets, only the labels of the first SAMPLED_BATCHES batches are
+    returned.
     """
     batches = (
         [dataset.train] if isinstance(dataset, Examples) else map(partial(dataset.batch, 0), range(SAMPLED_BATCHES))

@@ -46,7 +46,10 @@ class TrackTask(Component):
 
 
 class Track(Component):
-    """Fixed tasks on which recipes are compared by their steps. `version` changes whenever another field changes."""
+    """Fixed tasks on which recipes are compared by the number of steps that they need to reach a target loss.
+
+    `version` changes whenever another field changes.
+    """
 
     version: int = Field(ge=1, description="version of the rules")
     base: dict[str, Any] = Field(description="base experiment, with the fields of an experiment file")

@@ -311,7 +311,7 @@ def _size(x: Tensor) -> float:
 def watched_layers(
     model: nn.Module, watch: Callable[[str, nn.Module, Sequence[Any], Any], None]
 ) -> Iterator[Collection[str]]:
-    """Call `watch(name, layer, inputs, outputs)` after each call of a layer in the `with` block. Return the names of
+    """Call `watch(name, layer, inputs, outputs)` after each call of a layer in the `with` block. Yield the names of
     all layers.
 
     A layer is a module without children. Its name is "" if it is the model itself.

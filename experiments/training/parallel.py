@@ -280,9 +280,11 @@ DeviceName = Annotated[str, TextForm(r"^(cpu|cuda(:\d+)?)$", "cpu, cuda or cuda:
 
 
 def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.device:
-    """Return the device of process `local_rank` of `local_size` on this machine.
+    """Return the device of one process of a run.
 
     name: kind of device, such as cpu or cuda. With cuda each process has its own device.
+    local_rank: number of the process among the processes of the run on this machine.
+    local_size: number of these processes.
     """
     device = torch.device(name)
     if device.type != "cuda":

@@ -45,7 +45,7 @@ from .parallel import Ranks
 
 
 def _hint(known: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return advice for two configurations that differ in one field. Return "" unless it is the number of steps.
+    """Return advice for two configurations that differ in one field. Return "" if this field is not `steps`.
 
     known: recorded configuration.
     config: given configuration.

@@ -558,7 +558,7 @@ def _advice(run: RunDirectory) -> str:
 
 @contextmanager
 def isolated_run(experiment: Experiment, ranks: Ranks | None = None) -> Iterator[None]:
-    """Return a context manager. The code inside its `with` statement has its own random state and thread count.
+    """Give the code inside a `with` statement its own random state and thread count.
 
     At the end of the statement, the random state and the thread count of the caller are restored.
 
