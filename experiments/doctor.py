@@ -365,8 +365,8 @@ class Record:
 
     @cached_property
     def guess(self) -> float:
-        """Validation loss of a guess that does not depend on the inputs: of the class frequencies, or of a uniform
-        guess if its loss is less. Infinity if the run has no classes, or the task cannot be loaded.
+        """Validation loss of the better of two guesses that do not depend on the inputs: the class frequencies, and
+        equal probabilities of all classes. Infinity if the task has no classes or cannot be loaded.
         """
         if self.imported or isinstance(self.initial, Exception) or isinstance(self.start, Exception):
             return math.inf
@@ -482,10 +482,10 @@ class Record:
 
     @property
     def ended_by_fault(self) -> bool:
-        """True if a recorded fault ended the run: the run has no result.
+        """True if a recorded fault ended the run.
 
-        A run that another training loop logged (`imported`) always has a result. For it, the last training or
-        validation loss must not be finite.
+        This is so if the run has a fault and no result. A run that another training loop logged (`imported`) always
+        has a result. A fault has ended such a run if its last training or validation loss is NaN or infinite.
         """
         return self.fault is not None and (ends_lost(self.run.rows) if self.imported else not self.run.result)
 
@@ -550,8 +550,10 @@ class Record:
         return max([*self.numbers("update_ratio"), *(median(own) for own in measures if own)], default=None)
 
     def of_others(self, measure: str, name: str) -> float | None:
-        """Return the median, over all layers except `name`, of a measure at the end of the run. Return None if there
-        are no other layers.
+        """Return the median of a measure at the end of the run, over all layers except the layer `name`. Return None
+        if no other layer has the measure.
+
+        measure: name of a measure of layers, such as "weight_growth".
         """
         others = [value for layer, value in self.run.layers.get(measure, {}).items() if layer != name]
         return median(others) if others else None
@@ -854,7 +856,7 @@ def _grows_with_gradients(recipe: Any) -> bool:
 
 
 def _is_slow(record: Record) -> bool:
-    """Return True if the loss does not fall, so that no advice may be a lower learning rate."""
+    """Return True if the loss does not fall. A lower learning rate must not be advised for such a run."""
     return any(one.kind == "stalled" for one in _stalled(record))
 
 
@@ -870,7 +872,9 @@ def _lower_layer(record: Record) -> str:
 
 
 def _init(record: Record) -> str:
-    """Return advice to set `task.init` to `spectral`, "" if the task has no such field or it is set already."""
+    """Return advice to set `task.init` to `spectral`. Return "" if the task has no field `init`, or if it has this
+    value already.
+    """
     task = record.run.config.get("task", {})
     return ", or set `task.init: spectral`" if task.get("init", "spectral") != "spectral" else ""
 

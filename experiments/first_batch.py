@@ -189,9 +189,12 @@ def _large_layer(model: nn.Module, loss: Callable[[Any], float], inputs: Any, co
     """Return the name of the matrix whose initial weights alone make the first loss large, and a clause about it.
     Return "" twice if there is no such matrix.
 
-    Two conditions must hold. The relative size (`relative_size`) of the matrix is at least LARGE_LAYER, and at least
-    LARGE_LAYER times that of each other matrix. And the loss is at most LARGE_START times `constant` after the matrix
-    was scaled down to the larger of relative size 1 and the largest relative size of the others.
+    Two conditions must hold:
+
+    - The relative size (`relative_size`) of the matrix is at least LARGE_LAYER, and at least LARGE_LAYER times that of
+      each other matrix.
+    - If the matrix is scaled down, the loss is at most LARGE_START times `constant`. The matrix then has the largest
+      relative size of the other matrices, but at least 1.
 
     loss: function that returns the loss of outputs.
     inputs: inputs of the first batch.

@@ -1,7 +1,9 @@
 """Comparison of the runs of a study along one of its axes, the compared axis.
 
 A panel is one comparison, a section of the report. It has all runs with equal labels on all other axes. It has a row
-for each label of the compared axis, and each row is drawn as one line in every figure of the panel.
+for each label of the compared axis, and each row is drawn as one line in every figure of the panel. For example, a
+study with the axes `recipe` and `decay` that compares recipes has a panel for each label of `decay`, and in it a row
+for each recipe.
 
 A sweep is a curve of the final metric over labels that are numbers, such as learning rates or intervals.
 """
@@ -357,8 +359,8 @@ def _lost(run: Run, metric: Metric, along: Abscissa) -> LostRun | None:
 def swept(records: Records) -> Records:
     """Return the records with the axis of learning rates as the compared axis, if the study has such an axis.
 
-    The axis that the study compares, usually the axis of methods, is then the last axis before that of the learning
-    rates. The runs of the baseline come first. Records of other studies, and of studies that already compare learning
+    The axis that the study itself compares, such as that of recipes, becomes the axis of methods (`_methods`). The runs
+    of the baseline come first. Records without an axis of learning rates, and records that already compare learning
     rates, are returned unchanged.
     """
     rates = records.rates
@@ -373,10 +375,10 @@ def swept(records: Records) -> Records:
 def sweeps(records: Records) -> dict[str, list[Curve]]:
     """Return curves of the final metric against the compared labels if these are numbers, such as learning rates.
 
-    The result is a mapping from titles of figures to their curves. A figure has one curve for each method. Methods are
-    the labels of the last axis that is not compared. There is a figure for each combination of labels on all axes
-    before it. Diverged runs leave a gap, and labels without a finished run are left out. Return {} unless at least two
-    labels are compared, all of them numbers.
+    The result is a mapping from titles of figures to their curves. A figure has one curve for each method, which is a
+    label on the axis of methods (`_methods`), such as a recipe. There is a figure for each combination of labels on the
+    axes other than this one and the compared axis. Diverged runs leave a gap in a curve, and labels without a finished
+    run are left out. Return {} if fewer than two labels are compared, or if one of them is not a number.
     """
     panels = compare(records)
     numbers = _numbers(panels)
@@ -403,12 +405,16 @@ def sweeps(records: Records) -> dict[str, list[Curve]]:
 
 
 def _last(panel: ComparisonPanel, records: Records) -> str:
-    """Return the label of a panel on its last axis, the axis of methods; the name of the study if there is no axis."""
+    """Return the method of a panel: the label of its runs on the axis of methods (`_methods`). Return the name of the
+    study if there is no such axis.
+    """
     return (panel.labels or (records.name,))[-1]
 
 
 def _numbers(panels: Sequence[ComparisonPanel]) -> dict[str, float]:
-    """Return the labels of all rows as numbers, by label. Return {} for a single label, or if a label is no number."""
+    """Return a mapping from the labels of all rows to these labels as numbers. Return {} if there is only one label, or
+    if one of the labels is not a number.
+    """
     numbers = {row.label: label_number(row.label) for panel in panels for row in panel.rows}
     return numbers if len(numbers) > 1 and all(map(math.isfinite, numbers.values())) else {}
 
@@ -416,9 +422,9 @@ def _numbers(panels: Sequence[ComparisonPanel]) -> dict[str, float]:
 def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[ComparisonPanel]]]:
     """Group the panels so that a group has one panel for each method, such as "adamw" and "soap".
 
-    Methods are the labels of the last axis that is not compared. The panels of a group have equal labels on all axes
-    before it. For each group with at least two panels, return a tuple of the headings of these equal labels and the
-    panels. Return [] unless at least two labels are compared, all of them numbers, such as learning rates.
+    A method is a label on the axis of methods (`_methods`). The panels of a group have equal labels on all axes other
+    than this one and the compared axis. Return a tuple (headings of these labels, panels) for each group with at least
+    two panels. Return [] if fewer than two labels are compared, or if one of them is not a number.
     """
     panels = compare(records)
     groups = group_by((panel for panel in panels if panel.labels), lambda panel: panel.headings[:-1])
@@ -430,8 +436,8 @@ def at_their_best(records: Records) -> Sequence[ComparisonPanel]:
     """Return comparisons of methods, each method at the best number of the compared axis, such as its best learning
     rate.
 
-    Methods are the labels of the last axis that is not compared. The first method is the baseline, if it has a best
-    number. Return [] unless the compared labels are numbers and several methods have ended.
+    A method is a label on the axis of methods (`_methods`). The first method is the baseline, if it has a best number.
+    Return [] unless the compared labels are numbers and several methods have ended.
     """
     found, first = [], _baseline_method(records)
     for outer, group in _by_conditions(records):
@@ -498,7 +504,10 @@ def method_axis(records: Records) -> str | None:
 
 
 def _methods(records: Records) -> str:
-    """Return the axis of methods: the last axis besides the compared axis, "" if there is none."""
+    """Return the name of the axis of methods, "" if there is none. It is the last axis other than the compared axis.
+
+    Its labels are called methods. They are recipes, for example, if the compared axis is that of learning rates.
+    """
     return next((axis for axis in reversed(records.axes) if axis != records.compare), "")
 
 

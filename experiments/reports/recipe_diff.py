@@ -49,8 +49,8 @@ def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Text
 def _differ(found: Mapping[_Place, str], among: Collection[_Place]) -> bool:
     """Return True if runs that are compared have different values of a field, or if only some of them have the field.
 
-    found: value of the field as text, by (comparison, label).
-    among: (comparison, label) of the runs to compare.
+    found: value of the field as text, by (panel, label). Only runs of one panel are compared with each other.
+    among: (panel, label) of the runs to compare.
     """
     panels = {panel for panel, _ in found}
     return any(len({found.get(place) for place in among if place[0] == panel}) > 1 for panel in panels)

@@ -91,8 +91,9 @@ class Run:
     """One run directory.
 
     labels: label by axis of the study.
-    variant: text that keeps the run apart from other runs with these labels: its configuration or provenance if these
-        differ, and its directory if another run has the same seed. Empty if the runs are averaged.
+    variant: text that distinguishes the run from other runs with the same labels, with which it must not be averaged.
+        It has the values in which configuration or provenance differ, and the directory if another run has the same
+        seed. Empty if the runs are averaged.
     """
 
     labels: dict[str, str]
@@ -229,10 +230,11 @@ class Run:
         return (min(found)[1], metric.sign * min(found)[0]) if found else None
 
     def rise(self, metric: Metric) -> tuple[int, float] | None:
-        """Return the step and the value of the best evaluation if the last one is much worse, None otherwise.
+        """Return the step and the metric of the best evaluation if the last one is much worse, None otherwise.
 
-        It is much worse if it has lost more than the share ROSE of the improvement from the start of the run to the
-        best evaluation. The result is None, too, for the training loss, and for a last evaluation that is not finite.
+        It is much worse if the metric has lost more than the share ROSE of its improvement from the start of the run to
+        the best evaluation. The improvement counts as at least the size of the metric in the best evaluation. The
+        result is also None for the training loss, and for a last evaluation that is not finite.
         """
         best, values = self.best(metric), list(self.evaluations(metric).values())
         if best is None or metric is TRAINING_LOSS or not math.isfinite(values[-1]):
@@ -298,7 +300,7 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class Tried:
-    """Values that a search tried.
+    """One trial of a search: the values that it tried, and the result.
 
     values: values by dotted path.
     mean: mean of the metric over seeds; None if a run diverged.
@@ -358,8 +360,8 @@ class Records:
 
     Runs are compared along the axis `compare`: two runs are compared if their labels on all other axes are equal.
     Reports show how the metric of each label on this axis differs from that of the label `baseline`. If no run with the
-    label `baseline` is among the compared runs, no differences are shown. Two records are equal only if they are the
-    same object, so that functions of records can be cached.
+    label `baseline` is among the compared runs, no differences are shown. Two instances of this class are equal only if
+    they are the same object, so that the results of functions of a `Records` can be cached.
 
     name: name of the study or directory.
     description: question of the study.
@@ -456,7 +458,7 @@ class Records:
     def rates(self) -> str:
         """The axis of learning rates; empty if there is none.
 
-        If there are several, it is the compared axis if that is an axis of learning rates, else the last of them.
+        If several axes have learning rates, it is the compared axis if this is one of them, else the last one.
         """
         common = (axis for axis in self.axes if all(axis in run.labels for run in self.runs))
         found = [axis for axis in common if is_rate(axis, self.axes[axis])]
@@ -679,8 +681,8 @@ def value_order(value: object) -> tuple[bool, float, str]:
 def _joint(directory: Path) -> Records:
     """Return the runs of all studies below a directory, and the runs outside of studies. Runs of searches are left out.
 
-    There is a panel for each combination of task, data and length of runs. There is no baseline, because no study
-    declares one for the runs of all studies together.
+    A label of each run says its task, data and length, if these differ between runs. A report therefore compares only
+    runs in which they are equal. The result has no baseline, because no study declares one for all runs together.
     """
     manifests = {path.parent: read_object(path) for path in sorted(files_named(f"{MANIFEST}.json", directory))}
     studies = {home: manifest for home, manifest in manifests.items() if "runs" in manifest}
@@ -707,7 +709,7 @@ def _joint(directory: Path) -> Records:
 
 
 def _conditions(runs: Sequence[Run]) -> list[str]:
-    """Return a title for each run with its task, data and length, empty if these are the same for all runs."""
+    """Return a title for each run with its task, data and length. The titles are "" if these are equal for all runs."""
     configs = [without_folders(run.config) for run in runs]
     found = [
         {"steps": config.get("steps"), "task": config.get("task"), "data": run.data[1]}

@@ -114,9 +114,11 @@ def internals(panel: ComparisonPanel, width: float = figures.WIDTH) -> Figure | 
 
 
 def _curves(panel: ComparisonPanel, measure: str) -> list[figures.Curve]:
-    """Return a curve for each compared label: the quartiles of a measure over parameters and seeds at each step.
+    """Return a curve for each compared label, with the quartiles of a measure over parameters and seeds at each step.
 
     Labels whose runs did not record the measure are left out.
+
+    measure: name of a measure of the optimizer, such as the norm of updates.
     """
     found = []
     for row in panel.rows:
@@ -439,8 +441,9 @@ def _failed(run: Run, records: Records) -> bool:
 
 
 def _environments(runs: Sequence[Run]) -> tables.TextTable:
-    """Return a table with the values of every field of the runs' environments. Of more than four values, the first four
-    are given, and the number of all others.
+    """Return a table of the environments of runs. It has a row for each field, with all values of the field.
+
+    If a field has more than four values, the row has the first four and the number of the others.
     """
     fields: dict[str, dict[str, None]] = {}
     for run in runs:
