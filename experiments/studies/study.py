@@ -1,7 +1,7 @@
 """The declaration of a study: a base experiment, axes along which it varies, seeds and a metric.
 
-An axis has labels, and each label sets values of fields. Further values can be set for some combinations of labels only
-(`Setting`).
+An axis has labels, and each label sets values of fields. A `Setting` sets further values for some combinations of
+labels.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ if TYPE_CHECKING:
 class Study(Component):
     """A set of runs: every combination of one label from each axis is a cell, and every cell is run with each seed.
 
-    A cell is the base experiment with the values of its labels, axis by axis. After that come the values of each item
-    of `settings` whose `when` names labels of the cell. Excluded combinations are not run.
+    The experiment of a cell is the base experiment, with the values of the cell's labels, axis by axis. The values of
+    each item of `settings` whose `when` selects the cell are set after these. Excluded combinations are not run.
     """
 
     elsewhere: ClassVar[Mapping[str, str]] = {
@@ -325,9 +325,9 @@ class Study(Component):
         own = changed_paths(self.axes[compared])
         if "steps" in own or any("steps" in one.set and compared in one.when for one in self.settings):
             raise ValueError(
-                f"equal: 'seconds' cannot be combined with `steps` on axis '{compared}', because only cells with the "
-                f"baseline {compared}={baseline} have given steps, and the steps of all other cells are computed so "
-                "that they take as long; set `steps` in `base` or on another axis"
+                f"equal: 'seconds' cannot be combined with `steps` on axis '{compared}', because the steps of all "
+                f"cells other than those of the baseline {compared}={baseline} are computed, so that they take as long "
+                "as the baseline; set `steps` in `base` or on another axis"
             )
         if alone := [labels for labels in kept if {**labels, compared: baseline} not in kept]:
             raise ValueError(

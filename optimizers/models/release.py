@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from eigengraft.distributed.checks import by_value
 from eigengraft.distributed.rank_group import RankGroup
-from eigengraft.errors import name_some
+from eigengraft.errors import counted, name_some
 from eigengraft.numerics import is_dtensor
 
 from ..isolation import isolation, kept_from_compiler
@@ -224,7 +224,8 @@ class Release:
         if step.stepped and (changed or len(now) < len(step.hypers)):
             raise RuntimeError(
                 f"release: lr or weight_decay of param group {', '.join(changed)} changed between backward and step(), "
-                f"after {name_some(step.stepped, 1)} stepped with the old values; set new values before backward"
+                f"after the update of {counted(len(step.stepped), 'parameter')} with the old values "
+                f"({name_some(step.stepped, 1)}); set new values before backward"
             )
         if not self._handles:
             optimizer.released = None

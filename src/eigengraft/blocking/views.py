@@ -639,7 +639,10 @@ def _published(path: str, module: nn.Module) -> FoundMatrices:
         return
     where, found = f"{path or type(module).__name__}.parameter_views", views()
     if not isinstance(found, Mapping):
-        raise ValueError(f"{where}: must return a mapping from names of parameters to matrices, got {found!r}")
+        raise ValueError(
+            f"{where}: the method must return a mapping from names of the module's parameters to fields of `Matrices`, "
+            f"such as {{'weight': {{'heads': 8}}}}, got {found!r}"
+        )
     for name, fields in found.items():
         parameter = _reached(module, name)
         if not isinstance(parameter, nn.Parameter):

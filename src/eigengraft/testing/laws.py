@@ -101,7 +101,9 @@ class Law(Generic[AnyCase]):
                 own = files_of(case.component)
                 frame = next((frame for frame in reversed(frames) if frame.filename in own), frames[-1])
                 where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-                notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+                known = f"raised in the stage {case.who}, "  # the message already names the stage and the line
+                found_notes = (note for note in getattr(error, "__notes__", ()) if not note.startswith(known))
+                notes = "".join(f"; {note}" for note in found_notes)
                 got = f"{type(error).__name__}: {error}, raised at {where}{notes}"
                 problem = f"{case.who}: expected no exception in its methods, got {got}"
             found = LawError(f"{problem}  [broken law: {self.name}]")

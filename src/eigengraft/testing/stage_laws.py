@@ -309,7 +309,8 @@ def slots_follow_their_frame_when_signs_change(case: StageCase) -> None:
                 key, odd = str(StateKey(None, case.who, name)), slot.frame == "vector"
                 if slot.frame == "none":
                     continue
-                what = f"{key} (frame '{slot.frame}') for the gradients -G, and {'minus ' * odd}{key} for G"
+                sign = "minus " if odd else ""
+                what = f"{key} for the gradients -G, compared with {sign}its value for G (frame '{slot.frame}')"
                 require_close(bench.tensors[key], plain.tensors[key] * (-1 if odd else 1), 1e-10, what, lambda: _FRAME)
 
 
