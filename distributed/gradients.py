@@ -1,5 +1,5 @@
-"""During backward, gradients are sent to the ranks that own their blocks. Gradients that a step uses twice are
-detected.
+"""Gradients of several ranks: they are sent to the owners of their blocks during backward, and a rank that steps again
+before backward has written new gradients is detected.
 """
 
 from __future__ import annotations

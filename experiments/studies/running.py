@@ -64,7 +64,7 @@ class PreparedStudy:
     phase: "timing" if `runs` only measure the time of a step, "tuning" if they are the next runs of searches, "study"
         if they are the runs that the study compares.
     runs: all runs of the phase.
-    left: runs of the phase without a result, the longest first. Timed runs are in the order of their rounds.
+    left: runs of the phase without a result, the longest first. In the phase "timing", in their order in `runs`.
     seconds: expected seconds of every run, by its directory.
     measured: number of finished runs whose times have corrected `seconds`.
     """

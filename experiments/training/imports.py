@@ -174,9 +174,10 @@ def _where(error: Exception) -> str:
 
 
 def resolve_paths(value: Any, home: Path, path: str = "") -> Any:
-    """Return fields of an experiment, or values by dotted path, with paths of files resolved against `home`.
+    """Return a value of an experiment, in which names of files are resolved against the folder `home`.
 
-    path: dotted path of `value` in an experiment; empty for the experiment itself.
+    value: the experiment itself, one of its fields, or a mapping from dotted paths of fields to values.
+    path: dotted path of the field; "" for the experiment itself and for a mapping from dotted paths.
     """
     if isinstance(value, Mapping):
         return {key: resolve_paths(inner, home, dotted(path, str(key))) for key, inner in value.items()}

@@ -176,12 +176,12 @@ def step_traffic(
 
 
 def add_gathered_parts(found: Traffic, specs: Sequence[ParamSpec], limit: int) -> None:
-    """Add the messages about shards that several ranks hold, and whose entries are updated one by one.
+    """Add the messages about shards that several ranks hold and whose update is entry-wise.
 
     Each rank that holds such a shard updates a part of it, and sends this part to the other ranks that hold the shard.
 
     found: the traffic to which the messages are added.
-    limit: most bytes that the ranks with the same entries send in one round of messages, all of them together.
+    limit: most bytes that all ranks with the same shards send together in one round of messages.
     """
     dtypes = {position: spec.dtype for position, spec in enumerate(specs)}
     own = {position: spec.placed.layout for position, spec in enumerate(specs) if spec.placed.parts is not None}

@@ -111,6 +111,7 @@ def rotate(x: Tensor, matrices: Mapping[int, Tensor], precision: ProductDtype = 
     axes are rotated by the Kronecker product of their matrices. For roots use `mode_products`, because the Kronecker
     product of roots may overflow although the product of each root with x does not.
 
+    matrices: matrix of each rotated axis, by the number of the axis in a block, from 0.
     precision: dtype of the products. The result has the dtype of x.
     """
     if precision == "bfloat16":

@@ -142,6 +142,8 @@ def choose_solver(solver: RootSolver | BasisSolver, device: str, order: int, dty
     """Return the fastest of `solver` and all solvers that have the same result in exact arithmetic.
 
     The choice is for matrices `[N, order, order]` on an accelerator, by the times in `timings.json`.
+
+    device: type of the accelerator, such as "cuda".
     """
     equal = (member.equal_to(solver, dtype) for member in solver.members.values())  # type: ignore[attr-defined]
     found = []

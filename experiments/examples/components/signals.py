@@ -21,7 +21,7 @@ register_signal(Signal("sharpness", "parameter", "the largest eigenvalue of the 
 
 
 class Sharp(Stage):
-    """d / max(1, sharpness / bound),  d the direction"""
+    """d / max(1, sharpness / bound),  d the direction, `sharpness` the signal of each block's parameter"""
 
     kind: Literal["sharp"] = "sharp"
     bound: float = Field(default=10.0, gt=0, description="largest sharpness with which the direction does not change")

@@ -116,7 +116,7 @@ UNLIKE = " matrices whose norms differ by factors of up to 1e16"
 
 
 def unlike(a: Tensor) -> Tensor:
-    """Return matrices of very different norms, `[4, d, d]`: A, 1e-8 A, a matrix with one entry, and 1e8 A."""
+    """Return matrices of very different norms, `[4, d, d]`: A, 1e-8 A, a matrix with one nonzero entry, and 1e8 A."""
     entry = torch.zeros_like(a[2])
     entry[0, 0] = a[2, 0, 0]
     return torch.stack([a[0], 1e-8 * a[1], entry, 1e8 * a[3]])
