@@ -123,8 +123,8 @@ class BasisBench(MatrixBench):
                     yield label(spectrum), size, partial(self.drifting_statistic, spectrum, size)
 
     def _cast(self, path: Any, dtype: str) -> list[Tensor]:
-        return [with_unit_norm(a).to(self.target_device(), getattr(torch, dtype)) if self.own else
-                a.to(self.target_device(), getattr(torch, dtype)) for a in path()]  # fmt: skip
+        matrices = map(with_unit_norm, path()) if self.own else path()
+        return [a.to(self.target_device(), getattr(torch, dtype)) for a in matrices]
 
     def drifting_statistic(self, spectrum: Synthetic, d: int) -> list[Tensor]:
         """Return the statistic A `[N, d, d]` at every refresh, in float64, bias corrected.

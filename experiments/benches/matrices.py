@@ -425,6 +425,8 @@ class OwnMatrices(Bench, ABC):
     """Name of the field in which a row has the name of its layer."""
     made_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the matrices that the bench makes itself. They have no effect on the user's own matrices."""
+    run_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of the run that `record` names. They have no effect without it."""
 
     @model_validator(mode="after")
     def _no_idle_field(self) -> Self:
@@ -440,8 +442,9 @@ class OwnMatrices(Bench, ABC):
 
     def idle_fields(self) -> dict[str, str]:
         """Return the names of fields that have no effect with the values of the other fields, each with the reason."""
-        reason = "the matrices are those of `checkpoint` or `record`"
-        return dict.fromkeys(self.made_fields, reason) if self.own else {}
+        made = self.made_fields if self.own else ()
+        found = dict.fromkeys(made, "the matrices are those of `checkpoint` or `record`")
+        return found if self.record else found | dict.fromkeys(self.run_fields, "`record` names no run")
 
     def recommended(self, where: Callable[[Row], str], **fields: Any) -> list[Recommendation]:
         """Return a list of one rule, by which the bench recommends its best candidate for each problem.
@@ -478,6 +481,7 @@ class MatrixBench(OwnMatrices, ABC):
 
     layer_field: ClassVar[str] = "spectrum"
     made_fields: ClassVar[tuple[str, ...]] = ("spectra", "sizes", "count")
+    run_fields: ClassVar[tuple[str, ...]] = ("steps",)
 
     spectra: Listed[Spectrum] = Field(default_factory=default_spectra, description="spectra of the measured matrices")
     sizes: PositiveInts = Field((16, 64, 128), description="d of the matrices d x d")
@@ -502,9 +506,6 @@ class MatrixBench(OwnMatrices, ABC):
     @property
     def own(self) -> bool:
         return self.checkpoint is not None or self.record is not None
-
-    def idle_fields(self) -> dict[str, str]:
-        return super().idle_fields() | ({} if self.record else {"steps": "`record` names no run"})
 
     def sources(self) -> list[MatrixSource]:
         """Return the sources of test matrices: each spectrum in each size or, if `checkpoint` or `record` is given, the

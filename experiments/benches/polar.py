@@ -58,6 +58,7 @@ class PolarBench(OwnMatrices):
     )
     advised: float = Field(1e2, ge=1, description="largest condition number of the matrices that the advice considers")
     made_fields: ClassVar[tuple[str, ...]] = ("shapes", "conditions", "count")
+    run_fields: ClassVar[tuple[str, ...]] = ("steps",)
     candidate_field: ClassVar[str] = "solvers"
     columns: ClassVar[Mapping[str, Column]] = {
         "low": Column("least singular value of the result X, the least of the stack"),
@@ -68,9 +69,6 @@ class PolarBench(OwnMatrices):
     quick_fields: ClassVar[dict[str, Any]] = {
         "shapes": [(16, 16), (16, 64)], "conditions": [1e0, 1e2, 1e4], "count": 2, "seconds": 0.005
     }  # fmt: skip
-
-    def idle_fields(self) -> dict[str, str]:
-        return super().idle_fields() | ({} if self.record else {"steps": "`record` names no run"})
 
     def problems(self) -> Sequence[Problem]:
         return [

@@ -180,8 +180,11 @@ class Divergence:
         text = f"the validation loss is {val_loss} and the training loss {self.loss:.4g}"
         if fault := self._of_forward("evaluation", text):
             return fault
-        text += ": outputs overflow on validation data, which are finite; compare their range with that of the training"
-        return Fault("evaluation", "validation data", self.step, "", f"{text} data")
+        text += (
+            ": outputs overflow on validation data, which are finite; compare their range with that of the training "
+            "data"
+        )
+        return Fault("evaluation", "validation data", self.step, "", text)
 
     def _of_loss(self) -> Fault:
         in_float32 = self._loss_in_float32()

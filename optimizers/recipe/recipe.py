@@ -423,7 +423,9 @@ class Recipe(UpdateRule):
 
     def for_unknown_run(self) -> Recipe:
         """Return the recipe for a run of unknown length: `published_steps` is its `total_steps` if it needs one."""
-        return self.replace(total_steps=self.published_steps) if self.lacks_total_steps() else self
+        if self.published_steps is None or self.lacks_total_steps() is None:
+            return self
+        return self.replace(total_steps=self.published_steps)
 
     def rules(self) -> dict[str, Recipe | Route]:
         """Return the update rules by path: that of the recipe itself under "", and those of its `routes` under

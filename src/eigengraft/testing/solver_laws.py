@@ -353,8 +353,13 @@ def _steep() -> Tensor:
     """Return positive definite matrices `[2, 6, 6]` with condition numbers 1e4 and 1e5."""
     values, q = torch.linalg.eigh(definite(2))
     spread = torch.stack([torch.logspace(-digits, 0, 6, dtype=q.dtype) for digits in (4, 5)]).to(q)
-    steep: Tensor = (q * (values[:, -1:] * spread).unsqueeze(1)) @ q.mT
-    return steep
+    return _of_spectrum(q, values[:, -1:] * spread)
+
+
+def _of_spectrum(q: Tensor, values: Tensor) -> Tensor:
+    """Return the matrices Q diag(values) Q^T `[N, d, d]`, for eigenvectors Q `[N, d, d]` or `[d, d]`, and `[N, d]`."""
+    found: Tensor = (q * values.unsqueeze(1)) @ q.mT
+    return found
 
 
 def _undone(solver: RootSolver, a: Tensor, exponent: Fraction) -> tuple[Tensor, Tensor, Tensor]:
@@ -364,9 +369,9 @@ def _undone(solver: RootSolver, a: Tensor, exponent: Fraction) -> tuple[Tensor, 
     values, q = torch.linalg.eigh(a)
     treated = _treated(solver, values)
     kept = (treated > 0).to(a.dtype)
-    power = (q * treated.pow(float(exponent)).unsqueeze(1)) @ q.mT
+    power = _of_spectrum(q, treated.pow(float(exponent)))
     root, ok = solver.root(a, exponent)[:2]
-    errors = (root @ power - (q * kept.unsqueeze(1)) @ q.mT).abs().amax((1, 2))
+    errors = (root @ power - _of_spectrum(q, kept)).abs().amax((1, 2))
     return ok, (kept * (treated / values - 1)).abs().amax(1), errors
 
 
@@ -455,9 +460,8 @@ def roots_of_singular_matrices_are_finite_or_marked(case: SolverCase[RootSolver]
     """
     _, q = torch.linalg.eigh(definite(1)[0])
     values = torch.tensor([[0.0] * 6, [1.0, 1.0, 1.0, 0.0, 0.0, 0.0], [1.0, 0.5, 0.2, 0.1, 1e-3, -1e-6]]).to(q)
-    a = torch.cat(
-        [(q * values.unsqueeze(1)) @ q.mT, torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 0.0]).to(q))[None]]
-    )
+    diagonal = torch.diag(values.new_tensor([1.0, 1.0, 0.0, 0.0, 0.0, 0.0]))
+    a = torch.cat([_of_spectrum(q, values), diagonal[None]])
     found, ok = case.component.root(a, usual_exponent(case.component))[:2]
     right = found.isfinite().flatten(1).all(1) | ~ok
     what = "roots of a zero matrix, one of rank 3, one with an eigenvalue of -1e-6, and a diagonal of rank 2"
