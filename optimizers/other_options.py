@@ -133,18 +133,21 @@ def translated(options: Mapping[str, Any], recipe: Recipe) -> dict[str, dict[str
 
 
 def superfluous(options: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """Return the options of the authors' SOAP that need no override, because the recipe already has their effect.
+    """Return the options of SOAP and Distributed Shampoo that need no override, because the recipe already has their
+    effect.
 
-    The list is empty if the recipe is not SOAP. In the authors' code a negative `shampoo_beta` means that `betas[1]` is
-    the decay of both the second moments and the factor matrices. Such a `shampoo_beta` needs no override in two cases:
-    `betas` or `beta2` is given too, so that `translated` sets both decays, or both decays are equal in the recipe.
+    In the authors' code of SOAP a negative `shampoo_beta` means that `betas[1]` is the decay of both the second moments
+    and the factor matrices. Such a `shampoo_beta` needs no override in two cases: `betas` or `beta2` is given too, so
+    that `translated` sets both decays, or both decays are equal in the recipe.
 
     options: all options of the call, by name.
     """
     path, stage = _soap_stage(recipe)
     if stage is None:
-        return []
-    found = [key for key, value in _OFF_IN_SOAP.items() if key in options and options[key] == value]
+        no_graft = _factored(recipe) and all(own.kind != "graft" for _, own in _stages(recipe))
+        return ["grafting_config"] if no_graft and options.get("grafting_config", 0) is None else []
+    off = _OFF_IN_SOAP | ({} if recipe.blocking.merge else {"merge_dims": False})
+    found = [key for key, value in off.items() if key in options and options[key] == value]
     second = [own for where, own in _stages(recipe) if where.startswith(f"{path}.inner.") and own.kind == "rms"]
     same = options.keys() & {"betas", "beta2"} or [own.beta for own in second] == [stage.statistic.beta]
     own_decay = options.get("shampoo_beta")

@@ -45,8 +45,6 @@ _KEYS = (
 _MEANT = ("params", "param_names", "lr", "weight_decay", "peak_lr")
 """Keys of a param group that a user writes. A key that is similar to one of these is reported as a misspelling."""
 _NUMBERS = ("lr", "weight_decay", "peak_lr", "initial_lr", "max_lr")
-_OTHER_NAMES = {"learning_rate": ("lr",), "wd": ("weight_decay",), "decay": ("weight_decay",)}
-"""Options by their names in other libraries."""
 _OPTIONS = ("lr", "weight_decay", "overrides", "checked", "steps", "silence")
 """Options of `compose`. `Optimizer` has all but the last two."""
 _HOW = ("foreach", "fused", "capturable")
@@ -86,7 +84,7 @@ def require_options(options: Mapping[str, Any], recipe: Recipe, who: str) -> Non
     others = [key for key, overrides in found.items() if not overrides and key not in needless]
     there = [key for key in others if key in ON_PAGE]
     misspelled = others and others[0] not in (*ON_PAGE, *_elsewhere())
-    hint = did_you_mean(others[0], _OPTIONS, first=_OTHER_NAMES.get(others[0], ())) if misspelled else ""
+    hint = did_you_mean(others[0], _OPTIONS) if misspelled else ""
     advice = f"; pass overrides={meant}" if meant else ""
     if needless:
         advice += f"; leave out {', '.join(needless)}, because the recipe already does what this value asks for"
@@ -172,7 +170,7 @@ def own_keys(group: Mapping[str, Any], recipe: str, follows_peak: bool) -> dict[
             continue
         # `weight_decay_mult` is no misspelling of `weight_decay`: a key that contains a known name is the user's own
         known = [name for name in _MEANT if name not in key]
-        hint = did_you_mean(key, known, 0.75, _OTHER_NAMES.get(key, ()))
+        hint = did_you_mean(key, known, 0.75)
         if hint or key in _elsewhere():
             advice = "" if hint else _for_some(key, group[key], recipe)
             raise ValueError(

@@ -215,9 +215,28 @@ class Run:
         return [float(row[key]) for row in self.rows] if all(key in row for row in self.rows) else []
 
     def evaluations(self, metric: Metric) -> dict[int, float]:
-        """Return the metric of every evaluation by step."""
+        """Return the metric of every evaluation by step. For the training loss, see `_training_losses`."""
         rows = (row for row in self.rows if row.get(metric.key) is not None)
-        return {int(row["step"]): _number(row[metric.key], metric) for row in rows}
+        found = {int(row["step"]): _number(row[metric.key], metric) for row in rows}
+        return self._training_losses(found) if metric is TRAINING_LOSS else found
+
+    def _training_losses(self, logged: Mapping[int, float]) -> dict[int, float]:
+        """Return the means of the training loss over `log_every` steps, by their last step.
+
+        A row is also logged at every evaluation. If it is not at a multiple of `log_every`, it and the next row have
+        means over fewer steps than the other rows, so that a curve through all rows would show which batches they have.
+        Such rows are joined here. The last mean may have fewer steps.
+
+        logged: mean training loss since the row before, by the step of the row.
+        """
+        every = self.config.get("log_every", 1)
+        found, joined, began, before = dict[int, float](), 0.0, 0, 0
+        for step, mean in logged.items():
+            joined = mean if before == began else (joined * (before - began) + mean * (step - before)) / (step - began)
+            before = step
+            if step % every == 0 or step == max(logged):
+                found[step], began = joined, step
+        return found
 
     def points(self, metric: Metric, along: Abscissa) -> dict[int, tuple[float, float]]:
         """Return (abscissa, metric) of every evaluation by step. Empty if the run has not recorded the abscissa."""

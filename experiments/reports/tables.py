@@ -329,13 +329,20 @@ def write_tables(records: Records, folder: Path) -> None:
     """Write tables.md and tables.tex with the table of all cells (`grid_of`), if there is one, and a table for each
     comparison in which a run has started.
 
-    LaTeX needs the package booktabs.
+    The description of the study begins the note of the first table. LaTeX needs the package booktabs.
     """
     panels = [panel for panel in all_panels(records) if panel.begun]
     grid = grid_of(records)
     tables = [*([] if grid is None else [grid]), *(panel_table(panel, records) for panel in panels)]
+    if tables and records.description:
+        tables[0] = tables[0]._replace(note=f"{_sentence(records.description)} {tables[0].note}".strip())
     for name, form in (("tables.md", markdown), ("tables.tex", latex)):
         write_text(folder / name, "\n\n".join(map(form, tables)) + "\n")
+
+
+def _sentence(text: str) -> str:
+    """Return a text with a full stop at its end, if it ends without a mark."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 def markdown(table: TextTable) -> str:
@@ -363,7 +370,8 @@ def latex(table: TextTable) -> str:
     """Return a LaTeX table with its caption and its label, `tab:` and the words of its title joined by hyphens.
 
     Columns that do not fit on a page follow in further tables, each after the first column. The labels of these tables
-    end in -2, -3 and so on. So a paper can use the first table alone. An empty cell is a dash.
+    end in -2, -3 and so on. So a paper can use the first table alone. Further tables have about equal widths. An empty
+    cell is a dash.
     """
     columns = []
     for place, head in enumerate(table.heads):
@@ -372,13 +380,10 @@ def latex(table: TextTable) -> str:
         lines = wrap(head.replace(" %", "\u00a0%"), max(_HEAD, *widths), break_long_words=False) or [""]
         columns.append((2 + max(*map(len, lines), *widths), lines, cells))
     first, *others = columns
-    blocks, width = [[first]], first[0]
-    for column in others:
-        if len(blocks[-1]) > 1 and width + column[0] > _LINE:
-            blocks.append([first])
-            width = first[0]
-        blocks[-1].append(column)
-        width += column[0]
+    blocks = _pages(others, limit := _LINE - first[0])
+    further = others[len(blocks[0]) :]
+    while further and len(narrower := _pages(further, limit - 1)) < len(blocks):
+        blocks[1:], limit = narrower, limit - 1
     title, label = _escaped(table.title), "-".join(re.findall(r"[a-z0-9.]+", table.title.lower()))
     captions = {label: f"{title}. {_escaped(table.note)}".strip()}
     for number in range(2, len(blocks) + 1):
@@ -387,9 +392,25 @@ def latex(table: TextTable) -> str:
     for (own, caption), block in zip(captions.items(), blocks, strict=True):
         begin = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}", f"\\label{{tab:{own}}}"]
         begin.append("\\footnotesize\\setlength{\\tabcolsep}{4pt}")
-        tabular = _tabular([(lines, cells) for _, lines, cells in block])
+        tabular = _tabular([(lines, cells) for _, lines, cells in (first, *block)])
         parts.append("\n".join([*begin, tabular, "\\end{table}"]))
     return "\n\n".join(parts)
+
+
+_Column = tuple[int, list[str], list[TableCell]]
+"""Width of a column in characters, lines of its title, and its cells."""
+
+
+def _pages(columns: Sequence[_Column], limit: int) -> list[list[_Column]]:
+    """Split columns into lists whose widths sum to at most `limit`. A column that is wider has a list of its own."""
+    found, width = [list[_Column]()], 0
+    for column in columns:
+        if found[-1] and width + column[0] > limit:
+            found.append([])
+            width = 0
+        found[-1].append(column)
+        width += column[0]
+    return found
 
 
 def _tabular(columns: Sequence[tuple[list[str], list[TableCell]]]) -> str:

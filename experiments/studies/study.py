@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
 
-from eigengraft.component import Component, validated
+from eigengraft.component import Component, advice, validated
 from eigengraft.errors import RecipeError, counted, did_you_mean, first_lines, near_path
 from eigengraft.optimizers.recipe.loading import YAML_SUFFIXES, parse_yaml, read_yaml
 from eigengraft.optimizers.recipe.overrides import assign_paths, override_pairs
@@ -30,6 +30,7 @@ from ..training.experiment import (
     FolderName,
     load_experiment,
     read_experiment,
+    split_overrides,
     with_imports,
     with_overrides,
 )
@@ -298,9 +299,30 @@ class Study(Component):
                     "tune.space: 'steps' cannot be combined with `equal: seconds`, which chooses the steps; remove one "
                     "of the two"
                 )
+        self._require_fields()
         self._require_labels()
         self._require_true_labels()
         return self
+
+    def _require_fields(self) -> None:
+        """Raise ValueError if the base experiment has a field that no experiment has, or if an axis, an item of
+        `settings` or the search changes one.
+
+        Only the beginning of a dotted path is checked, because the fields behind it depend on the task and the recipe.
+        """
+        for name in self.base.keys() - Experiment.model_fields.keys():
+            raise ValueError(f"base.{name}: unknown field{advice(Experiment, name)}")
+        places: dict[str, Iterable[str]] = {f"axes.{axis}": changed_paths(own) for axis, own in self.axes.items()}
+        places |= {f"settings.{index}.set": setting.set for index, setting in enumerate(self.settings)}
+        places |= {"tune.space": self.tune.space} if self.tune else {}
+        for place, paths in places.items():
+            for path in sorted(paths):
+                try:
+                    split_overrides([f"{path}=0"])
+                except RecipeError as error:
+                    # an axis has the name of its path, or has labels that set paths
+                    where = "axes" if place == f"axes.{path}" else place
+                    raise ValueError(f"{where}.{error}") from error
 
     def _require_labels(self) -> None:
         """Raise ValueError if a field of the study names an axis or a label that does not exist, if no cell has the

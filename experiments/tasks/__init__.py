@@ -12,6 +12,7 @@ from .base import Task as Task
 from .base import TaskError as TaskError
 from .base import data_fault as data_fault
 from .base import generator as generator
+from .base import label_fault as label_fault
 from .base import validation_fault as validation_fault
 from .byte_lm import ByteLM as ByteLM
 from .equations import DifferentialEquation as DifferentialEquation

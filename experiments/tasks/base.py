@@ -11,7 +11,7 @@ import math
 import re
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -123,14 +123,32 @@ def data_fault(batch: Batch, rows: Sequence[int] | None = None, source: str = "t
     """
     for name, values in zip(batch._fields, batch, strict=True):
         if values.is_floating_point() and not bool((finite := torch.isfinite(values)).all()):
-            bad = (~finite).reshape(len(values), -1).any(1).nonzero().flatten().tolist()
-            where = f"{_name_rows(bad)} of {len(values)}"
-            if rows is not None and (known := [rows[row] for row in bad]) != bad:
-                where += f", in the {source} {_name_rows(known)}"
             count = int((~finite).sum())
             verb = "is" if count == 1 else "are"
-            return f"{counted(count, 'number')} in its {name} that {verb} not finite ({where}, counted from 0)"
+            return f"{counted(count, 'number')} in its {name} that {verb} not finite ({_place(~finite, rows, source)})"
     return ""
+
+
+def label_fault(batch: Batch, rows: Sequence[int] | None = None, source: str = "training data", *, classes: int) -> str:
+    """Return a text that names the rows of a batch whose class has no output of the model; empty if there are none.
+
+    rows, source: as in `data_fault`.
+    classes: number of classes of the model.
+    """
+    wrong = ((batch.targets < 0) | (batch.targets >= classes)) & (batch.targets != IGNORED_CLASS)
+    return f"labels that are no class of the model ({_place(wrong, rows, source)})" if bool(wrong.any()) else ""
+
+
+def _place(wrong: Tensor, rows: Sequence[int] | None, source: str) -> str:
+    """Return a text with the rows of a batch that have a wrong number. The other arguments are those of `data_fault`.
+
+    wrong: True at the wrong numbers, in the shape of the inputs or targets of the batch.
+    """
+    bad = wrong.reshape(len(wrong), -1).any(1).nonzero().flatten().tolist()
+    where = f"{_name_rows(bad)} of {len(wrong)}"
+    if rows is not None and (known := [rows[row] for row in bad]) != bad:
+        where += f", in the {source} {_name_rows(known)}"
+    return f"{where}, counted from 0"
 
 
 def loss_fault(task: Task, outputs: Tensor, targets: Tensor) -> str:
@@ -208,7 +226,15 @@ _CLASSES = (torch.int64, torch.uint8)
 
 
 class LabelError(ValueError):
-    """An error about a class in a batch for which the model has no output, such as class 10 with ten outputs."""
+    """An error about a class in a batch for which the model has no output, such as class 10 with ten outputs.
+
+    message: text of the error.
+    classes: number of classes of the model.
+    """
+
+    def __init__(self, message: str, classes: int) -> None:
+        super().__init__(message)
+        self.classes = classes
 
 
 class TaskError(RuntimeError):
@@ -540,7 +566,8 @@ class Task(Component, family="task"):
             low, high, classes = int(found.min()), int(found.max()), outputs.shape[-1]
             raise LabelError(
                 f"{_path(self)}: targets from {low} to {high} are out of range, as each output has "
-                f"{classes} scores, for the classes 0 to {classes - 1}; {number_classes(low)}"
+                f"{classes} scores, for the classes 0 to {classes - 1}; {number_classes(low)}",
+                classes,
             ) from None
 
     def reported(self, mean: float) -> float:
@@ -615,12 +642,16 @@ def number_classes(lowest: int) -> str:
     return advice if lowest >= 0 else f"{advice}; only the class {IGNORED_CLASS} is ignored, for rows without a class"
 
 
-def validation_fault(dataset: Dataset) -> str:
-    """Return a text that names the first validation batch with numbers that are not finite; empty if there is none."""
+def validation_fault(dataset: Dataset, fault: Callable[[Batch, Sequence[int], str], str] = data_fault) -> str:
+    """Return a text that names the first validation batch with a fault; empty if there is none.
+
+    fault: function that finds the fault of a batch, with the arguments of `data_fault`. The default finds numbers that
+        are not finite.
+    """
     before = 0
     for index, batch in enumerate(dataset.evaluation()):
         rows = range(before, before + len(batch.targets))
-        if text := data_fault(batch, rows, "validation data"):
+        if text := fault(batch, rows, "validation data"):
             return f"validation batch {index} with {text}"
         before = rows.stop
     return ""

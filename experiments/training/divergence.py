@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from eigengraft.numerics import local
 from eigengraft.optimizers.state.shown_state import own_state
 from eigengraft.slots import StateKey
 
-from ..tasks import Batch, Dataset, LabelError, data_fault, validation_fault
+from ..tasks import Batch, Dataset, LabelError, data_fault, label_fault, validation_fault
 from ..tasks.base import GradientPass
 from .parallel import Ranks
 
@@ -129,11 +130,15 @@ class Divergence:
 
     def of_error(self, error: Exception, tolerated: int) -> Fault:
         """Return the fault that caused an error. The error has ended a step or an evaluation of a run on one process.
+        An error about labels gets a note that names the rows.
 
         tolerated: number of consecutive refreshes of a root that may fail before the recipe raises an error.
         """
         if isinstance(error, LabelError):
-            return Fault("batch", "labels", self.step, "", str(error))
+            wrong = partial(label_fault, classes=error.classes)
+            text = wrong(self.batch, self.rows)
+            error.add_note(f"the batch has {text}" if text else validation_fault(self.dataset, wrong))
+            return Fault("batch", "labels", self.step, "", "; ".join(with_notes(error).splitlines()))
         if slot := next((key for key, x in self._state("failures") if bool((x > tolerated).any())), ""):
             return Fault("state", "failed root", self.step, slot, str(error))
         if isinstance(error, FloatingPointError):

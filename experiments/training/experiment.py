@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
 
 import eigengraft
-from eigengraft.component import OTHER_NAMES, Component, TextForm, validated
+from eigengraft.component import Component, TextForm, validated
 from eigengraft.errors import RecipeError, did_you_mean, name_some, near_path
 from eigengraft.optimizers.recipe.loading import YAML_SUFFIXES, parse_yaml, raw_recipe, read_yaml
 from eigengraft.optimizers.recipe.overrides import apply_overrides, override_pairs
@@ -315,7 +315,7 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
             if not dot and first in Experiment.elsewhere:
                 raise RecipeError(f"{first}: unknown field of an experiment; {Experiment.elsewhere[first]}")
             known = list(dict.fromkeys([*fields, *of_recipe]))
-            hint = did_you_mean(first, known, 0.5, [OTHER_NAMES[first]] if first in OTHER_NAMES else ())
+            hint = did_you_mean(first, known, 0.5)
             every = f" (the experiment and its recipe have {', '.join(known)})"
             raise RecipeError(f"{first}: unknown field{hint or every}")
     return own, recipes

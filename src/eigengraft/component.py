@@ -30,7 +30,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, PydanticUndefined, core_schema
 
-from eigengraft.errors import RecipeError, did_you_mean
+from eigengraft.errors import RecipeError, did_you_mean, near_names
 from eigengraft.reference import FAMILY_MARK, full_docstring, signature_of, summary
 
 if TYPE_CHECKING:
@@ -669,20 +669,6 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-OTHER_NAMES = {
-    "learning_rate": "lr",
-    "betas": "beta",
-    "epsilon": "eps",
-    "wd": "weight_decay",
-    "optimizer": "recipe",
-    "lr_ratio": "lr_multiplier",
-    "lr_scale": "width_scaling",
-    "at_once": "min_wave_work",
-    "keep_axes": "min_axes",
-}
-"""Names that other libraries and version 0.1 give to fields: {their name: name of the field here}."""
-
-
 def with_nearest(cls: type[Component], error: ValidationError) -> ValidationError:
     """Return the error with advice added to its messages.
 
@@ -701,7 +687,7 @@ def with_nearest(cls: type[Component], error: ValidationError) -> ValidationErro
         if kind == "missing" and (remedy := cls.if_missing.get(str(fault["loc"][0]))):
             kind, message = "field_required", f"required, got nothing; {remedy}"
         if kind == "extra_forbidden" and len(fault["loc"]) == 1:
-            kind, message = "unknown_field", f"unknown field{_advice(cls, str(fault['loc'][0]))}"
+            kind, message = "unknown_field", f"unknown field{advice(cls, str(fault['loc'][0]))}"
         details.append({"type": PydanticCustomError(kind, message), "loc": fault["loc"], "input": fault["input"]})
     return ValidationError.from_exception_data(error.title, details)
 
@@ -710,12 +696,17 @@ def _field_names(cls: type[Component]) -> list[str]:
     return [field.alias or name for name, field in cls.model_fields.items()]
 
 
-def _advice(cls: type[Component], name: str) -> str:
+def advice(cls: type[Component], name: str) -> str:
+    """Return the end of an error about a field that the component class `cls` does not have, as in `with_nearest`."""
     known = [*cls.loader_fields, *_field_names(cls)]
     if where := cls.elsewhere.get("." if "." in name else name):
         return f"; {where}"
-    meant = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else _inside(cls, name)
-    return did_you_mean(name.lower(), known, first=meant, separator="; ") or f"; the fields are {', '.join(known)}"
+    if hint := did_you_mean(name.lower(), known, first=_inside(cls, name), separator="; "):
+        return hint
+    near = near_names(name.lower(), cls.elsewhere.keys() - {"."}, 0.75)[:1]
+    return "".join(f"; if {other} is meant, {cls.elsewhere[other]}" for other in near) or (
+        f"; the fields are {', '.join(known)}"
+    )
 
 
 def _inside(cls: type[BaseModel], name: str) -> Iterator[str]:

@@ -64,16 +64,37 @@ def did_you_mean(
 ) -> str:
     """Return the question "did you mean ...?" for an unknown name, as the end of an error; "" if no known name is near.
 
-    Names that are equally near, such as int4 and int8 for int9, are all suggested, up to three.
+    Names that are equally near, such as int4 and int8 for int9, are all suggested, up to three. A known field is also
+    suggested for a name that is very similar to its name in another library (`_OTHER_NAMES`).
 
     cutoff: least similarity of near names, as in `near_names`.
     first: suggestions that replace the near names. Only the first one is suggested. (): near names are suggested.
     separator: beginning of the question, after the text of the error.
     """
-    near = list(first)[:1] or near_names(name, known, cutoff)
+    known = list(known)
+    others = {
+        other: field
+        for other, field in _OTHER_NAMES.items()
+        if field in known and _similarity(name, other) >= _VERY_SIMILAR
+    }
+    near = list(first)[:1] or near_names(name, [*known, *others], cutoff)
     far = [(typing_errors(name, other), _letters(name) != _letters(other)) for other in near]
-    equal = [f"'{other}'" for other, own in zip(near, far, strict=True) if own == far[0]][:3]
+    equal = [f"'{others.get(other, other)}'" for other, own in zip(near, far, strict=True) if own == far[0]][:3]
     return f"{separator}did you mean {' or '.join(equal)}?" if near else ""
+
+
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "betas": "beta",
+    "epsilon": "eps",
+    "wd": "weight_decay",
+    "optimizer": "recipe",
+    "lr_ratio": "lr_multiplier",
+    "lr_scale": "width_scaling",
+    "at_once": "min_wave_work",
+    "keep_axes": "min_axes",
+}
+"""Names that other libraries and version 0.1 give to fields: {their name: name of the field here}."""
 
 
 _VERY_SIMILAR = 0.75
@@ -90,11 +111,10 @@ def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str
     The order is: (1) very similar names; (2) names in which some word begins with `name`; (3) names that are the
     beginning of a word of `name`; (4) all other similar names.
 
-    cutoff: two names are similar if their similarity is at least this. The similarity is 1 minus the number of typing
-        errors per character of the longer name.
+    cutoff: two names are similar if their similarity is at least this. See `_similarity`.
     """
     others = list(known)
-    similarity = {other: 1 - typing_errors(name, other) / max(len(name), len(other), 1) for other in others}
+    similarity = {other: _similarity(name, other) for other in others}
     similar = sorted(
         (other for other in others if similarity[other] >= cutoff),
         key=lambda other: (-similarity[other], _letters(other) != _letters(name)),
@@ -103,6 +123,11 @@ def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str
     found += sorted((other for other in others if _begins_word(name, other)), key=len)
     found += sorted((other for other in others if _begins_word(other, name)), key=len, reverse=True)
     return list(dict.fromkeys([*found, *similar]))
+
+
+def _similarity(name: str, other: str) -> float:
+    """Return 1 minus the number of typing errors per character of the longer name."""
+    return 1 - typing_errors(name, other) / max(len(name), len(other), 1)
 
 
 def near_path(path: Path, suffixes: Iterable[str] | None = None) -> str:
