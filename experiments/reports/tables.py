@@ -380,10 +380,11 @@ def latex(table: TextTable) -> str:
         lines = wrap(head.replace(" %", "\u00a0%"), max(_HEAD, *widths), break_long_words=False) or [""]
         columns.append((2 + max(*map(len, lines), *widths), lines, cells))
     first, *others = columns
-    blocks = _pages(others, limit := _LINE - first[0])
+    blocks = _pages(others, _LINE - first[0])
     further = others[len(blocks[0]) :]
-    while further and len(narrower := _pages(further, limit - 1)) < len(blocks):
-        blocks[1:], limit = narrower, limit - 1
+    for limit in range(_LINE - first[0], max((width for width, *_ in further), default=_LINE) - 1, -1):
+        if len(narrower := _pages(further, limit)) < len(blocks):
+            blocks[1:] = narrower
     title, label = _escaped(table.title), "-".join(re.findall(r"[a-z0-9.]+", table.title.lower()))
     captions = {label: f"{title}. {_escaped(table.note)}".strip()}
     for number in range(2, len(blocks) + 1):

@@ -226,10 +226,12 @@ class StackState:
         update = f"{self.chain_path('update')}."
         return tuple(key for key, slot in self.slots() if slot.step_size and str(key.stage).startswith(update))
 
-    @property
+    @cached_property
     def adds_decay(self) -> bool:
-        """True if weight decay is added to directions before they are written into the parameters."""
-        return bool(self.rule.after_decay or self.step_sizes)
+        """True if weight decay is added to directions before they are written into the parameters. A rule does this for
+        all of its stacks, also for those whose blocks have no step size.
+        """
+        return self.rule.adds_decay()
 
     @cached_property
     def lagging(self) -> bool:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eigengraft import Optimizer, Stage, State, StepContext, compose, load_recipe
+from eigengraft import Optimizer, Slot, Stage, State, StepContext, compose, load_recipe
+from eigengraft.numerics import per_block
 from eigengraft.optimizers.step import execution, traced
 from eigengraft.optimizers.step.exchange import StepNumbers
 from eigengraft.optimizers.step.execution import Compiled
@@ -94,6 +95,33 @@ def test_a_traced_step_is_the_step_as_it_is(recipe: str, steps: list[int]) -> No
     assert not programs or len({*steps}) > 2
     reasons = {how.why_not["compiled"].partition(",")[0] for how in hows if "compiled" in how.why_not}
     assert reasons == ({"each of its steps has a refresh"} if recipe in REFRESHED else set())
+
+
+class StepSizeOfMatrices(Stage):
+    """Multiply directions of matrices, and their decay, by a step size of 1/2. Vectors have no step size."""
+
+    kind: Literal["step_size_of_matrices"] = "step_size_of_matrices"
+
+    def slots(self, block: tuple[int, ...]) -> dict[str, Slot]:
+        return {"d": Slot((), fill=0.5, role="iterate", step_size=True)} if len(block) == 2 else {}
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        return direction * per_block(state["d"], direction) if direction.ndim == 3 else direction
+
+
+def test_decay_of_blocks_without_the_step_size_of_others(steps: list[int]) -> None:
+    lr, rate = 0.25, 0.5
+    decay = {"kind": "decoupled", "rate": rate}
+    recipe = {"update": [StepSizeOfMatrices()], "lr": lr, "weight_decay": decay, "compile": True, "routes": []}
+    parameters = [nn.Parameter(normal(4, 3, seed=1)), nn.Parameter(normal(4, seed=2))]
+    before, optimizer = [x.detach().clone() for x in parameters], Optimizer(parameters, recipe)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for w, parameter, size in zip(before, parameters, (0.5, 1.0), strict=True):
+        # float32: a few roundings of numbers of size 1
+        torch.testing.assert_close(parameter.detach(), w - lr * size * (1 + rate * w), rtol=1e-6, atol=1e-6)
+    assert len(steps) == 2
 
 
 @pytest.mark.slow
