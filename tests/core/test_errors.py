@@ -37,6 +37,9 @@ def test_the_nearest_of_shipped_recipes_is_suggested_or_none() -> None:
         ("adam_w", ["adam_h", "adamw"], "adamw"),
         ("int9", ["bf16", "int8", "int4"], "int8' or 'int4"),
         ("weight_deacy", ["weight_decay", "weight"], "weight_decay"),
+        ("learning_rate", ["lr", "steps"], "lr"),
+        ("lerning_rate", ["lr", "steps"], "lr"),
+        ("lerning_rate", ["steps"], ""),
     ],
 )
 def test_names_that_have_a_common_word_are_near(name: str, known: list[str], hint: str) -> None:

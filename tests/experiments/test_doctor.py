@@ -238,7 +238,7 @@ ROOTS = [{"kind": "eigenbasis", "inner": "rms", "solver": "eigh", "refresh": REF
         (patient("nan init"), "initialization", [1], "2.weight", ("2.weight",)),
         (patient("overflow", precision="bfloat16"), "precision", [1], "", ("float32",)),
         (patient(lr=1e-12), "stalled", [None], "", ("does not fall", "too low")),
-        (patient("labels"), "labels", [1, 2], "", ("1 to 4", "4 scores")),
+        (patient("labels"), "labels", [1, 2], "", ("1 to 4", "4 scores", "in the training data rows")),
         (patient("noise", steps=200), "worse than guessing", [None], "", ("(step 20)", "frequencies", "loss fell")),
         (patient("noise", lr=1e-3), "worse than guessing", [None], "", ("frequencies", "loss fell")),  # by 6 %
         (patient("unequal noise", steps=300, lr=3e-3), "worse than guessing", [None], "", (" 0.8408 of",)),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from eigengraft import RecipeError
+from eigengraft import RecipeError, load_recipe
 from eigengraft.errors import with_notes
 from eigengraft.experiments import Experiment, Report, RunLog, complete_study, load_experiment, load_study
 from eigengraft.experiments.doctor import diagnose
@@ -700,6 +700,27 @@ def test_labels_that_are_ignored_are_no_lowest_class() -> None:
         with pytest.raises(LabelError, match=f"targets from {max(lowest, -1)} to 3|targets from 1 to 3") as refusal:
             Digits().loss(torch.zeros(3, 3), torch.tensor([lowest, 1, 3]))
         assert ("only the class -100 is ignored" in str(refusal.value)) == ignored
+
+
+@pytest.mark.parametrize(("row", "place"), [(3, "the batch has"), (90, "validation batch 0 with")])
+def test_an_error_about_labels_names_the_row(row: int, place: str, tmp_path: Path) -> None:
+    class Mislabeled(Task):
+        kind: Literal["test_mislabeled"] = "test_mislabeled"
+
+        def load(self) -> Dataset:
+            x, y = torch.from_numpy(generator(0).standard_normal((96, 4))).float(), torch.zeros(96, dtype=torch.int64)
+            y[row] = 2
+            train, validation = Batch(x[:80], y[:80]), Batch(x[80:], y[80:])
+            return Examples(train, validation, 40, Fingerprint("test", 96, "00" * 32))
+
+        def build(self) -> nn.Module:
+            return nn.Linear(4, 2)
+
+    experiment = Experiment(task=Mislabeled(), recipe=load_recipe("adamw"), steps=2, eval_every=2)
+    with pytest.raises(LabelError) as refusal:
+        train(experiment, tmp_path / "run")
+    text = with_notes(refusal.value)
+    assert lacking(text, "from 0 to 2", "2 scores", place, f"row {row % 80}") == [], text
 
 
 def test_patience_stops_after_so_many_evaluations_without_a_better_one() -> None:

@@ -15,6 +15,7 @@ from eigengraft import RecipeError
 from eigengraft.experiments import Report, RunLog, diagnose, import_run, load_metrics
 from eigengraft.experiments.doctor import EXPLANATIONS
 from eigengraft.experiments.files import JsonLines, read_object
+from eigengraft.experiments.reports.records import TRAINING_LOSS, read_records
 from eigengraft.experiments.run_log import ROW_COLUMNS
 
 from ..cli import invoke
@@ -392,3 +393,12 @@ def test_settings_may_be_tensors_and_numbers_of_numpy(tmp_path: Path) -> None:
     for name, value in {"lr": "fast", "steps": "20", "seed": 0.5, "loader": object()}.items():
         with refused(ValueError, name):
             RunLog(tmp_path / "other", "my text", **{"steps": 2, name: value})
+
+
+def test_training_losses_of_rows_between_the_logged_ones_are_joined(tmp_path: Path) -> None:
+    """Rows of evaluations at other steps have means over fewer steps: 3.0 is (2 * 5 + 4 * 5) / 10."""
+    with RunLog(tmp_path / "run", "my text", 24, log_every=10) as log:
+        for step, loss in ((10, 1.0), (15, 2.0), (20, 4.0), (23, 5.0), (24, 9.0)):
+            log.row(step, loss)
+    (run,) = read_records(tmp_path).runs
+    assert run.evaluations(TRAINING_LOSS) == {10: 1.0, 20: 3.0, 24: 6.0}

@@ -206,6 +206,11 @@ def test_options_that_ask_for_nothing_are_to_be_left_out() -> None:
         ),
         ("reference/soap", {"shampoo_beta": 0.9, "normalize_grads": True, "data_format": "channels_last"}, []),
         ("adamw", {"shampoo_beta": -1, "normalize_grads": False}, []),
+        ("reference/soap", {"merge_dims": False}, ["merge_dims"]),
+        ("soap", {"merge_dims": False}, []),  # it merges axes
+        ("reference/eigenvalue_corrected_shampoo", {"grafting_config": None}, ["grafting_config"]),
+        ("reference/distributed_shampoo", {"grafting_config": None}, []),
+        ("adamw", {"grafting_config": None}, []),
     ):
         found = superfluous(options, load_recipe(name))
         assert sorted(found) == expected and not any(translated(options, load_recipe(name))[key] for key in found), name

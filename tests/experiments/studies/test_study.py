@@ -178,7 +178,25 @@ def test_settings_may_change_what_a_label_does_not_say(axes, setting):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"axes": {"stepps": [1, 2]}}, ("axes.stepps", "steps")),
+        ({"axes": {"stepps": [1, 2]}}, ("axes.stepps:", "'steps'")),
+        ({"axes": {"m": {"a": {"stepps": 1}}}}, ("axes.m.stepps:", "'steps'")),
+        ({"axes": {"width": [1, 2]}}, ("axes.width:", "task: {kind:")),
+        ({"base": {**TINY, "step": 5}}, ("base.step:", "'steps'")),
+        (
+            {"axes": {"lr": [1, 2]}, "settings": [{"when": {"lr": 1}, "set": {"stepps": 1}}]},
+            ("settings.0.set.stepps:", "'steps'"),
+        ),
+        ({"tune": {"space": {"stepps": [1, 2]}, "seeds": [7]}}, ("tune.space.stepps:", "'steps'")),
+    ],
+)
+def test_a_field_that_no_experiment_has_is_refused_when_the_study_is_made(fields, says):
+    with refused(RecipeError, *says):
+        study(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
         ({"axes": {"steps": [5, 0]}}, (0, "steps", 1)),
         ({"axes": {"m": {"a": {"recipe": "sopa"}}}}, ("m=a", "sopa")),
         ({"axes": {"m": {"a": {"recipe": "adamw", "update.eigenbasis.refresh.steps": 1}}}}, ("m=a", "eigenbasis")),
