@@ -166,11 +166,11 @@ class Round:
 
     groups: indices of the block groups whose entries are sent.
     held: entries that this rank holds, in the order of their owners. This rank receives their updates from the owners.
-    sent: those entries of `held` whose gradients this rank sends to the owners. If several ranks hold the same entries,
-        only the rank in the same copy of the model as the owner sends them.
+    sent: those entries of `held` whose gradients this rank sends to the owners. With several copies of the model, ranks
+        of different copies hold the same entries. An owner receives them only from the rank in its own copy.
     owned: entries of blocks that this rank owns, in the order of the ranks that hold the entries. This rank sends their
-        updates to these ranks. If all parameters are replicated, all ranks receive the same entries, and only the
-        transfers to this rank are listed.
+        updates to these ranks. If all parameters are replicated, the transfers to all ranks are equal, and only the
+        transfers of this rank to itself are listed.
     received: those entries of `owned` whose gradients this rank receives.
     """
 

@@ -26,13 +26,13 @@ class CommStep:
     All ranks start the collectives in one order, G_0 G_1 U_0 G_2 U_1 G_3 ... Messages are communicated while blocks are
     computed. Only a few rounds need memory at a time.
 
-    If parameters are sharded, a rank starts U_k when its own blocks of round k are computed. It waits for U_(k-1)
-    first.
+    If parameters are sharded, a rank starts U_k when it has computed its own blocks of round k and has received
+    U_(k-1).
 
     If all parameters are replicated, there are no messages G, because every rank has all gradients. Up to IN_FLIGHT
-    messages U are under way, and a rank computes the next blocks in the meantime. A rank waits for a message only if it
-    has many updates that are not yet sent: they belong to more than IN_FLIGHT block groups, and have more bytes than
-    IN_FLIGHT rounds of the largest size.
+    messages U are under way, and a rank computes the next blocks in the meantime. It waits for a message only if its
+    updates that are not yet sent belong to more than IN_FLIGHT block groups, and have more bytes than IN_FLIGHT rounds
+    of the largest size.
 
     sources: functions that read the entries to send to owners, by name of the message. One of them reads gradients, for
         example. {} if all parameters are replicated, because every rank then holds the full tensors.

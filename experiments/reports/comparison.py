@@ -25,11 +25,11 @@ from .seed_statistics import Paired, Summary, Target, holm, paired, reaches, sum
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """All runs of one label in one panel (`ComparisonPanel`), which differ in their seeds.
+    """A row of a panel (`ComparisonPanel`): runs of one label on the compared axis, which differ only in their seeds.
 
-    label: label on the compared axis, followed by the variant if runs with equal labels differ in configuration or
-        provenance.
-    style: number of color, dashes and marker, see `stroke`.
+    label: the label. If runs with this label also differ in configuration or provenance, there is a row for each
+        variant, and the label ends with the variant (`Run.variant`).
+    style: index that chooses the color, the dashes and the marker of the row's curve (`stroke`).
     runs: one run for each seed.
     baseline: row to compare with; None for the baseline itself.
     """

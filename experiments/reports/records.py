@@ -91,9 +91,9 @@ class Run:
     """One run directory.
 
     labels: label by axis of the study.
-    variant: text that distinguishes the run from other runs with the same labels, with which it must not be averaged.
-        It has the values in which configuration or provenance differ, and the directory if another run has the same
-        seed. Empty if the runs are averaged.
+    variant: text that distinguishes the run from runs with the same labels that were made differently, and are
+        therefore not averaged with it. It has the values in which configuration or provenance differ. It has the
+        directory, too, if another run has the same seed. Empty if all runs with these labels may be averaged.
     """
 
     labels: dict[str, str]

@@ -189,7 +189,9 @@ class Range(Component):
         return int(min(max(round(found), self.low), self.high)) if self.integer else self.rounded(found)
 
     def rounded(self, value: float) -> float | int:
-        """Return a value rounded to six digits, or to a whole number, and limited to the range."""
+        """Return a value rounded to six significant digits and limited to the range. A range with `integer` has whole
+        numbers, of which the fraction is cut off.
+        """
         return int(value) if self.integer else min(max(six_digits(value), self.low), self.high)
 
     def edge(self, value: float) -> str | None:
@@ -274,9 +276,10 @@ class RatioGrid(Component):
 class CoordinateDescent(Tuning):
     """x <- argmin over x and its neighbors on a grid, one field after the other, until no neighbor is better.
 
-    The values of a field are either a grid of constant ratio without ends, {ratio: 2}, or an ordered list, in which the
-    search starts at the middle value. The start and its neighbors along the first field are tried first. If the best
-    value diverged, only lower neighbors are tried on a grid of constant ratio. The search finds a local minimum.
+    The values of a field are either an ordered list, in which the search starts at the middle value, or a grid of
+    constant ratio, as {ratio: 2}, which has no smallest and no largest value. The start and its neighbors along the
+    first field are tried first. While all runs have diverged, only smaller values are tried on a grid of constant
+    ratio. The search finds a local minimum.
     """
 
     kind: Literal["coordinate_descent"] = "coordinate_descent"

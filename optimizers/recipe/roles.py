@@ -304,9 +304,10 @@ class Heads:
     def _at_top(self, layer: Layer, depth: int) -> bool:
         """Return True if a layer whose name suggests a head, such as `proj` or `out`, may be a head.
 
-        The name must be an attribute of the model, or of a complete model inside it (`_PARTS`). No other layer may
-        consume the outputs of the layer. The second rule is waived for the last layer of the model. It holds even there
-        if the name is also usual in attention (`_ALSO_IN_ATTENTION`).
+        There are two conditions. First, the layer is an attribute of the model itself, or of a complete model inside
+        it, such as `model.backbone`. Second, no other layer consumes its outputs. The last layer of the model need not
+        satisfy the second condition, unless its name is also usual for the output projection of attention, as
+        `out_proj`.
 
         depth: `layer.path[depth]` is the attribute whose name suggests a head.
         """

@@ -309,8 +309,8 @@ def advise(
 def wave_fields(recipe: Recipe, paths: Iterable[str]) -> list[str]:
     """Return the paths of all fields `min_wave_work` in the updates at the given paths.
 
-    The field sets the least refresh work of a step that has refreshes, in units of the most expensive refresh. Cadences
-    that refresh all blocks in the same step are left out.
+    A cadence with this field refreshes only a part of the blocks in a step. The field is the least work of such a step,
+    in units of the most expensive refresh. Cadences that refresh all blocks in the same step are left out.
     """
     cadences = chain.from_iterable(recipe.rules()[path].cadences(path).items() for path in paths)
     return [f"{name}.refresh.min_wave_work" for name, cadence in cadences if cadence.spread]

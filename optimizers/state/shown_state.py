@@ -304,8 +304,9 @@ def _zero_iterates(param_set: ParamSet, position: int, state: Mapping[str, Tenso
     Such state has averaged iterates or weights of an earlier step, which would be lost. There is no error before the
     first step, or if the parameter itself is zero.
 
-    state: state of the parameter by key, with the changes.
-    changed: keys with changed values.
+    position: position of the parameter in `param_set`.
+    state: state of the parameter by key, with the values that other code has written.
+    changed: keys whose values other code has changed.
     """
     steps, weights = int(state["step"]), param_set.local[position]
     if not steps or not changed:

@@ -68,7 +68,8 @@ class LossScale:
     def usable(self, device: torch.device) -> Tensor | None:
         """Return a 0-d boolean on a device, True if the step may change parameters.
 
-        Return None if the scaler has checked nothing, or if `found_inf` is on the CPU, where `stops` reads it.
+        Return None if the scaler has checked nothing. Return None also if `found_inf` is on the CPU: the host then
+        reads it in `stops`, which tells before the step whether it must change nothing.
         """
         if self.found_inf is None or self.found_inf.is_cpu:
             return None

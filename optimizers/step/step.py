@@ -303,8 +303,9 @@ class ParamSet:
         host has read such a result, the caller must call `take_back`, and run the step of the parameters with usable
         gradients.
 
-        Return False, and launch nothing, if the step cannot be launched early: it needs other kernels than the fused
-        ones, a learning rate is a tensor, something watches the stages, or the host need not read the check.
+        Return False, and launch nothing, if the step cannot be launched early. There are four reasons: the host need
+        not read the check, not all parameters are updated by torch's fused kernels, a learning rate is a tensor, or
+        `inspect` or `checked=True` observes the stages.
         """
         given, answers = check.given, check.answers
         if not self._may_launch_early or answers is None:

@@ -95,11 +95,12 @@ def transport(slots: Iterable[ChainSlot], state: State, turns: Mapping[int, Turn
     slots: the slots of the chain, as `chain_slots` yields them.
     state: state of the chain; `state.block` is the shape of a block inside the chain.
     turns: the change of basis of each axis, with the rotation R.
-    how: the change of vectors and of squares, as `Slot.frame` says: momenta are vectors ("vector"), second moments are
-      squares ("square", "row" or "column").
-      exact: vectors are rotated, squares v become (R*R)^T v, with R*R the Hadamard square of R.
-      marginals: the same as exact; the caller then calls `fit_second_moments`.
-      permute: vectors are rotated, squares are only reordered, as the columns of the basis (`Turn.order`).
+    how: what happens to slots. Their field `frame` is "vector" for momenta, and "square", "row" or "column" for second
+      moments, which are called squares here.
+      exact: a vector m becomes R^T m, a square v becomes (R*R)^T v, where R*R has the squared entries of R.
+      marginals: as exact; the caller must then call `fit_second_moments`.
+      permute: vectors are rotated as with exact. Squares are only reordered, as the columns of the basis
+        (`Turn.order`).
       none: no slot changes.
     """
     turns = {axis: turn for axis, turn in turns.items() if how != "none" and not turn.stays}

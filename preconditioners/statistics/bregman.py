@@ -25,7 +25,7 @@ class Bregman(Statistic):
 
     O_L and O_R are the contributions of the gradient G to the factors L of rows and R of columns; g is G as a vector,
     and L x R is the Kronecker product. The fixed points L and R of these updates minimize a divergence between E[g g^T]
-    and L x R, one of the trace-power Bregman divergences (Liu et al. 2026):
+    and L x R, one of the trace-power Bregman divergences (Liu et al. 2026). The field `q` chooses it:
 
     q = 2: the Frobenius divergence.
     q = 1: von Neumann's; L x R is then the product of Shampoo's two factors, divided by the trace.
@@ -38,9 +38,10 @@ class Bregman(Statistic):
     2024, CASPR's adaptive form).
 
     A factor is replaced by r I while it has no data, and while its root or basis has not been computed. With `first:
-    rms` r = RMS(G)^(2/k) for k factors, so that all factors have the same unit. With `first: identity` r = 1. Set
-    `refresh.start` so late that factors have full rank. A factor of few gradients is singular, and whitening by its
-    root without a ridge distorts the running mean for a long time.
+    identity` r = 1. With `first: rms` r = RMS(G)^(2/k), where k is the number of factors: their product then has the
+    size of E[g g^T], and each has an equal share of it. Set `refresh.start` so late that factors have full rank. A
+    factor of few gradients is singular, and whitening by its root without a ridge distorts the running mean for a long
+    time.
     """
 
     kind: Literal["bregman"] = "bregman"

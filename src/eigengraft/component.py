@@ -352,7 +352,7 @@ class Component(BaseModel, metaclass=ComponentType):
         Fields that are None, and None by default, are left out.
 
         short: True to leave out every field that has its default, also in the components inside this one. A component
-            of which only `kind` is left is then returned as this text, not as a mapping.
+            inside, of which only `kind` is left, is then written as this text, such as "adamw" for {"kind": "adamw"}.
         """
         data, written = self.model_dump(mode="json"), dict[str, Any]()
         for name in sorted(type(self).model_fields, key=lambda name: (name != "kind", name != "name")):

@@ -734,8 +734,8 @@ def _made_safe(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     c is computed from an upper bound of |V|_2^2, and is 1 if the bound is small. With E = V^T V - I, there are three
     bounds: 1 + |E|_F, 1 + |E^2|_F^(1/2) and 1 + |E^4|_F^(1/4). Each is sharper than the one before and takes one more
-    product. A CPU stops at the first bound that is small enough. The second bound is not enough: for columns stored in
-    3 bits it reaches 3 at r = 1024, where |V|_2^2 is 1.7.
+    product. A CPU stops at the first bound that is small enough. The third is needed: for a V whose columns were
+    rounded to 3 bits and r = 1024, the second bound is 3, where |V|_2^2 itself is 1.7.
     """
     peak = v.abs().amax((-2, -1)).clamp_min(1.0)  # no entry of an orthonormal matrix is larger
     v = v / per_block(peak, v)
