@@ -14,9 +14,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from eigengraft.blocking.blocks import matrix_shape
 from eigengraft.errors import name_some, warn_user
 from eigengraft.numerics import active_fake_mode
-from eigengraft.preconditioners.algebra.products import matrix_shape
 from eigengraft.preconditioners.base import Inner, Stage, Stages, chain_slots, walk_blocks
 from eigengraft.quantization import Quantizer
 from eigengraft.quantization.base import choose, choose_codec, entry_for

@@ -35,15 +35,15 @@ from torch.utils._pytree import tree_leaves
 from eigengraft.distributed.checks import as_integers
 from eigengraft.errors import warn_user
 from eigengraft.numerics import upload
-from eigengraft.slots import dotted
 from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe
 from ..stacks.stack import StackState, connected
 from ..write.write import Rates, StepRates, WriteNumbers
-from .exchange import PROVIDERS, Step, StepNumbers
+from .exchange import Step, StepNumbers
 from .fused import Execution, Fused
 from .program import CHECKED_UPDATES
+from .reasons import not_captured
 from .traced import Program
 
 Body = Callable[[], None]
@@ -91,9 +91,6 @@ class CudaCapturer:
 CAPTURERS: dict[str, Callable[[torch.device], Capturer]] = {"cuda": CudaCapturer}
 """By device type, the constructor of a capturer for a device. Other device types have no graphs."""
 
-CAPTURED_SIGNALS = frozenset({*PROVIDERS, "parameter"})
-"""Names of the signals that stages of a captured step may request. Their values have the same address in every step, or
-are among the numbers that a graph reads."""
 
 PATIENCE = 30
 """Number of steps without a replay after which a warning gives the most frequent reason.
@@ -264,7 +261,7 @@ class CapturedStacks:
         self._constant = {
             own.path for own in self._of_kernels
         }  # paths of updates whose weight decay a graph stores as a constant
-        self.device, self.reason = self.stacks[0].stack.device, never(self.stacks, recipe)
+        self.device, self.reason = self.stacks[0].stack.device, not_captured(self.stacks, recipe, CAPTURERS)
         if any(not executions[own.number].programs and own.number not in self.fused for own in self.stacks):
             self.reason = self.reason or "each of its steps has a refresh, or sums over parameters of other stacks"
         self.replay: Body | None = None
@@ -480,28 +477,6 @@ class CapturedStacks:
             )
         self.replay, self._record = replay, record
         return None
-
-
-def never(stacks: Sequence[StackState], recipe: Recipe) -> str | None:
-    """Return the reason why the stacks can never be captured; None if no reason is known.
-
-    Only reasons that do not depend on the traced programs of the stacks are checked.
-    """
-    device = stacks[0].stack.device.type
-    if device not in CAPTURERS:
-        return f"devices of type {device} have no graphs"
-    if any(own.block_group is not None for own in stacks):
-        return "blocks are sent between ranks"
-    constrained = [dotted(path, "constraints") for path, own in recipe.rules().items() if own.constraints]
-    if fields := [*["averaging"] * (recipe.averaging is not None), *constrained]:
-        return (
-            f"{', '.join(fields)} may use numbers that Python computes in each step, and a graph would repeat the "
-            f"numbers of one step; remove {', '.join(fields)}, or set `graph: false`"
-        )
-    given = {name for own in stacks for name in (*own.signals, *own.totals)} - CAPTURED_SIGNALS
-    if given:
-        return f"stages request signals whose memory has another address in each step ({', '.join(sorted(given))})"
-    return None
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -25,11 +25,12 @@ from ..recipe.recipe import Recipe
 from ..stacks.placement import ParamSpec
 from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import WriteNumbers
-from .capture import never
+from .capture import CAPTURERS
 from .exchange import Step, StepNumbers
-from .fused import Execution, Fused, InPlaceStep, declared_moments, fused_adam, not_fused
+from .fused import Execution, Fused, InPlaceStep, declared_moments, fused_adam
 from .gradients import leaves_masks
 from .program import StackStep, finite_writes, is_checked, move, require_finite
+from .reasons import not_captured, not_compiled, not_fused, not_in_place
 from .traced import Program, ProgramSource, ScheduledNumbers, program_of, signal_input
 
 _LEAST = 1 << 15
@@ -165,7 +166,7 @@ def _is_captured(own: StackState, recipe: Recipe, shared: bool) -> bool:
     if not recipe.graph or shared or active_fake_mode() is not None:
         return False
     steady = all(cadence.interval > 1 for cadence in own.rule.cadences().values())
-    return steady and never([own], recipe) is None
+    return steady and not_captured([own], recipe, CAPTURERS) is None
 
 
 def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtype], shared: bool) -> Execution:
@@ -181,7 +182,7 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
         return Execution()
     apart = next(not_in_place(own, recipe), None)
     if own.rule.compile:
-        if reason := _not_compiled(own, apart is None, shared):
+        if reason := not_compiled(own, apart is None, shared):
             return Execution(why_not={"compiled": reason})
         _require_traceable(own)
         if apart is None:
@@ -190,41 +191,6 @@ def _choose_program(own: StackState, recipe: Recipe, stored: Iterable[torch.dtyp
     if apart is None and math.prod(own.stack.block) % VECTOR and len(own.stack.grids) > 1:
         apart = f"the size of its blocks is no multiple of {VECTOR}, and it has several"
     return Execution(why_not={"in chunks": apart}) if apart else Chunks()
-
-
-def _not_compiled(own: StackState, in_place: bool, shared: bool) -> str | None:
-    """Return the reason why the program that updates a stack (blocks with one shape) is not compiled; None if it is.
-
-    in_place: True if the program updates parameters in place.
-    shared: True if stages sum over a parameter that also has blocks in other stacks.
-    """
-    reasons = {
-        "fake tensors have no values": active_fake_mode() is not None,
-        "a single number would need a kernel of its own": in_place and math.prod(own.stack.block) < 2,
-        "each of its steps has a refresh, and compiled programs have none": any(
-            cadence.interval <= 1 for cadence in own.rule.cadences().values()
-        ),
-        "stages sum over parameters that have blocks in several stacks": shared,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def not_in_place(own: StackState, recipe: Recipe) -> Iterator[str]:
-    """Yield the reasons why the blocks of a stack cannot be updated within the memory of their parameters."""
-    shape, asked = own.stack.block, [*sorted(own.signals), *own.totals]
-    reasons = {
-        "a stage mixes entries": not own.rule.entrywise(),
-        "a stage is lagged": own.rule.lagging(),
-        "a stage follows the weight decay, or multiplies it": own.adds_decay,
-        "it has constraints": bool(own.rule.constraints),
-        "an averaging or a constraint is in the recipe": recipe.averaging is not None,
-        "its updates are sent between ranks": own.block_group is not None,
-        "its state is coded": bool(own.encoded),
-        f"stages request signals ({', '.join(asked)})": bool(asked),
-        "a slot has another shape than its block": any(slot.shape != shape for _, slot in own.slots()),
-        "its blocks are parts of parameters": not own.stack.of_parameters,
-    }
-    return (reason for reason, holds in reasons.items() if holds)
 
 
 def _require_traceable(own: StackState) -> None:

@@ -17,7 +17,7 @@ A captured step (`capture.py`) reads the learning rate and the step on the devic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
@@ -31,26 +31,19 @@ from eigengraft.numerics import (
     CHUNK_ENTRIES,
     JOINED_IN_KERNEL,
     VECTOR,
-    active_fake_mode,
-    fake_mode,
     over_stacks,
     per_block,
     stacked_copies,
 )
 from eigengraft.preconditioners import FirstMoment, SecondMoment
-from eigengraft.schedules import schedules
 from eigengraft.slots import StateKey, dotted
 
 from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import put, where_masked
 from .exchange import Step, StepNumbers
-from .gradients import leaves_masks
 from .program import StackStep
 from .traced import Program
-
-_DEVICES = ("cpu", "cuda")
-"""Device types whose fused kernels are known to compute the formula of Adam's chain."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,33 +94,6 @@ def moment_slots(rule: Recipe | Route, path: str, *moments: FirstMoment | Second
     pairs = zip(rule.update, moments, strict=True)
     first, second = (StateKey.join(dotted(path, "update", stage.label), moment.slot) for stage, moment in pairs)
     return first, second
-
-
-def not_fused(
-    own: StackState, moments: tuple[FirstMoment, SecondMoment], recipe: Recipe, of_numbers: bool
-) -> Iterator[str]:
-    """Yield the reasons why no fused kernel can compute Adam's chain of a stack.
-
-    The caller also checks that the parameters of the stack may be updated in place (`not_in_place`).
-
-    moments: the first and the second moment that the stages of the chain declare.
-    of_numbers: True if a parameter of the stack is 0-d. Ranks cannot divide its update, so one rank computes and sends
-        it.
-    """
-    rule, failure, device = own.rule, recipe.failure, own.stack.device
-    names = moment_slots(rule, own.path, *moments)
-    reasons = {
-        f"torch's fused kernels are not tried on the device '{device.type}'": device.type not in _DEVICES,
-        "a single number has an owner where several ranks hold it": of_numbers,
-        "its weight decay is cautious": (rule.weight_decay or recipe.weight_decay).cautious,
-        "numbers of its stages are scheduled": any(True for stage in rule.update for _ in schedules(stage)),
-        "its state is coded, or more than two moments": own.tensors.keys() != {*names},
-        "compiled programs apply the mask of usable gradients in one pass": rule.compile
-        and leaves_masks(failure, device),
-        "fake tensors have no numbers to compute with": active_fake_mode() is not None
-        or any(fake_mode(x) is not None for x in own.tensors.values()),
-    }
-    return (reason for reason, holds in reasons.items() if holds)
 
 
 class _Numbers(NamedTuple):

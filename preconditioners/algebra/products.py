@@ -18,20 +18,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from eigengraft.blocking.blocks import matrix_shape
 from eigengraft.numerics import cached_tensors, may_branch_on_values, multiplied_in_float32, products
 
 ProductDtype = Literal["input", "bfloat16"]
 """dtype of products. "input" is the dtype of the operands. With "bfloat16", operands and results are rounded to
 bfloat16, and sums are computed in float32.
 """
-
-
-def matrix_shape(block: Sequence[int]) -> tuple[int, int]:
-    """Return the shape (m, n) of a block as a matrix.
-
-    m is the length of the first axis, and n is the product of the lengths of all other axes. A vector has one column.
-    """
-    return (block[0] if block else 1), math.prod(block[1:])
 
 
 def as_matrices(x: Tensor) -> Tensor:

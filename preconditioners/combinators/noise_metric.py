@@ -9,12 +9,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.blocking.blocks import matrix_shape
 from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.signals import Request
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.products import as_matrices, matrix_shape
+from ..algebra.products import as_matrices
 from ..base import Inner, Stage, Stages, Traits, run_chain
 
 

@@ -9,12 +9,13 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.blocking.blocks import matrix_shape
 from eigengraft.numerics import apply_aligned, signs, tiny
 from eigengraft.signals import Request
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.products import matrix_shape, mode_product
+from ..algebra.products import mode_product
 from ..base import Inner, Stage, Stages, Traits, chain_slots, first_lagged, map_wires, run_chain
 from ..kronecker.basis_change import slot_axis
 

@@ -10,12 +10,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from eigengraft.blocking.blocks import matrix_shape
 from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.signals import Request
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.products import matrix_shape
 from ..base import Stage, Traits
 
 

@@ -13,11 +13,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.blocking.blocks import matrix_shape
 from eigengraft.numerics import identity_like, may_branch_on_values, per_block, rectified, tiny, to_power, where_blocks
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..algebra.products import matrix_shape, rotate
+from ..algebra.products import rotate
 from ..algebra.spectra import off_diagonal_share, turning_angle
 from ..base import DelayedRefresh, Inner, Stages, Traits, chain_bounds, chain_slots, run_chain
 from ..roots import Basis, BasisSolver, PowerQR

@@ -14,11 +14,12 @@ from pydantic import Field
 from torch import Tensor
 
 from eigengraft import noise
+from eigengraft.blocking.blocks import matrix_shape
 from eigengraft.numerics import apply_aligned, safe_ratio, tiny
 from eigengraft.slots import Slot, State
 from eigengraft.step_context import StepContext
 
-from ..algebra.products import as_matrices, matrix_shape
+from ..algebra.products import as_matrices
 from ..base import Stage, Traits
 from ..roots.cholesky_qr import orthonormal_columns
 from .spectral import NewtonSchulz, PolarSolver

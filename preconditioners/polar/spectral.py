@@ -12,12 +12,13 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from eigengraft.blocking.blocks import matrix_shape
 from eigengraft.numerics import apply_aligned, block_norm, multiplied_in_float32, per_block, safe_ratio, tiny
 from eigengraft.schedules import Schedulable
 from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
-from ..algebra.products import add_symmetric, as_matrices, matrix_shape, symmetric_product
+from ..algebra.products import add_symmetric, as_matrices, symmetric_product
 from ..base import Stage, Traits
 from .coefficients import Coefficients, require_used, triples
 

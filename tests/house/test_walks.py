@@ -132,6 +132,13 @@ def test_a_steady_step_calls_no_function_for_each_small_parameter(recipe: str) -
     assert many.total() <= few.total(), {path: (few[path], many[path]) for path in many if few[path] != many[path]}
 
 
+def test_the_page_names_all_functions_with_reasons_why_a_way_of_running_is_left_out() -> None:
+    source = (ROOT / "optimizers/step/reasons.py").read_text(encoding="utf-8")
+    functions = re.findall(r"^def (\w+)", source, flags=re.MULTILINE)
+    named = re.findall(r"`(not_\w+)`", text("docs/architecture.md"))
+    assert len(functions) > 3 and {*functions} == {*named}
+
+
 @pytest.mark.parametrize("walk", WALKS)
 def test_the_page_lists_files_in_the_order_in_which_they_are_entered(walk: str) -> None:
     listed = LISTED[walk]

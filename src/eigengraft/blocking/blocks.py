@@ -530,3 +530,11 @@ def _grids(rule: Blocking, shape: tuple[int, ...], matrices: Matrices) -> tuple[
         return tuple(_matrix_grids(shape, matrices, rule.merged, rule.size))
     merged = (*shape[: matrices.batch], *rule.merged(shape[matrices.batch :]))
     return tuple(_matrix_grids(merged, matrices, None, rule.size))
+
+
+def matrix_shape(block: Sequence[int]) -> tuple[int, int]:
+    """Return the shape (m, n) of a block as a matrix.
+
+    m is the length of the first axis, and n is the product of the lengths of all other axes. A vector has one column.
+    """
+    return (block[0] if block else 1), math.prod(block[1:])
