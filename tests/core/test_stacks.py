@@ -14,7 +14,7 @@ from eigengraft.blocking.blocks import BlockGrid
 
 from ..distributed.ranks.workers.memory import Watch
 from ..laws.quantizers import small
-from ..optimizers.test_kernels import Kernels, at_once
+from ..optimizers.step.test_kernels import Kernels, at_once
 from ..recipes import COVER, without_routes
 from ..trajectories import normal
 

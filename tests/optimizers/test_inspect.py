@@ -30,7 +30,7 @@ from eigengraft.quantization import Int8
 from ..recipes import COVER, SHIPPED
 from ..refusals import refused
 from ..trajectories import named, normal
-from .test_kernels import Kernels
+from .step.test_kernels import Kernels
 
 Array = NDArray[np.float64]
 

@@ -15,9 +15,9 @@ from eigengraft.optimizers.step import capture, execution, gradients, traced
 from eigengraft.optimizers.step.capture import PATIENCE
 from eigengraft.testing import accelerator
 
-from ..gpu.recording import Operations, Recording, as_operation
-from ..refusals import warned
-from ..trajectories import normal
+from ...gpu.recording import Operations, Recording, as_operation
+from ...refusals import warned
+from ...trajectories import normal
 
 SHAPES = ((8, 6), (8, 6), (12, 5), (6,), (6,))
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eigengraft import Optimizer, load_recipe
 
-from ..recipes import COVER, without_routes
-from ..trajectories import normal
+from ...recipes import COVER, without_routes
+from ...trajectories import normal
 
 pytestmark = pytest.mark.slow
 

@@ -19,10 +19,10 @@ from eigengraft.optimizers.step.exchange import StepNumbers
 from eigengraft.optimizers.step.execution import Compiled
 from eigengraft.optimizers.step.program import StackStep
 
-from ..processes import run
-from ..recipes import BROAD
-from ..refusals import refused
-from ..trajectories import normal
+from ...processes import run
+from ...recipes import BROAD
+from ...refusals import refused
+from ...trajectories import normal
 
 SHAPES = ((24, 16), (24, 16), (16, 40), (16,), (16,))
 STEPS = 12
