@@ -221,20 +221,21 @@ class Run:
         return self._training_losses(found) if metric is TRAINING_LOSS else found
 
     def _training_losses(self, logged: Mapping[int, float]) -> dict[int, float]:
-        """Return the means of the training loss over `log_every` steps, by their last step.
+        """Return the means of the training loss over at least `log_every` steps, by their last step.
 
-        A row is also logged at every evaluation. If it is not at a multiple of `log_every`, it and the next row have
-        means over fewer steps than the other rows, so that a curve through all rows would show which batches they have.
-        Such rows are joined here. The last mean may have fewer steps.
+        A row is also logged at every evaluation. If it is between the others, it and the next row have means over fewer
+        steps, so that a curve through all rows would show which batches they have. Such rows are joined here. The last
+        mean may have fewer steps.
 
         logged: mean training loss since the row before, by the step of the row.
         """
-        every = self.config.get("log_every", 1)
+        every, last = self.config.get("log_every"), max(logged, default=0)
+        every = every if isinstance(every, int) else 1  # runs of other training loops may have any value
         found, joined, began, before = dict[int, float](), 0.0, 0, 0
         for step, mean in logged.items():
             joined = mean if before == began else (joined * (before - began) + mean * (step - before)) / (step - began)
             before = step
-            if step % every == 0 or step == max(logged):
+            if step - began >= every or step == last:
                 found[step], began = joined, step
         return found
 

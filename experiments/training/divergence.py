@@ -137,7 +137,8 @@ class Divergence:
         if isinstance(error, LabelError):
             wrong = partial(label_fault, classes=error.classes)
             text = wrong(self.batch, self.rows)
-            error.add_note(f"the batch has {text}" if text else validation_fault(self.dataset, wrong))
+            if place := f"the batch has {text}" if text else validation_fault(self.dataset, wrong):
+                error.add_note(place)
             return Fault("batch", "labels", self.step, "", "; ".join(with_notes(error).splitlines()))
         if slot := next((key for key, x in self._state("failures") if bool((x > tolerated).any())), ""):
             return Fault("state", "failed root", self.step, slot, str(error))

@@ -395,10 +395,20 @@ def test_settings_may_be_tensors_and_numbers_of_numpy(tmp_path: Path) -> None:
             RunLog(tmp_path / "other", "my text", **{"steps": 2, name: value})
 
 
-def test_training_losses_of_rows_between_the_logged_ones_are_joined(tmp_path: Path) -> None:
-    """Rows of evaluations at other steps have means over fewer steps: 3.0 is (2 * 5 + 4 * 5) / 10."""
-    with RunLog(tmp_path / "run", "my text", 24, log_every=10) as log:
-        for step, loss in ((10, 1.0), (15, 2.0), (20, 4.0), (23, 5.0), (24, 9.0)):
+@pytest.mark.parametrize(
+    ("rows", "every", "joined"),
+    [
+        ({10: 1.0, 15: 2.0, 20: 4.0, 23: 5.0, 24: 9.0}, 10, {10: 1.0, 20: 3.0, 24: 6.0}),
+        ({1: 12.0, 11: 1.0, 21: 3.0, 24: 4.0}, 10, {11: 2.0, 21: 3.0, 24: 4.0}),
+        ({10: 1.0, 15: 2.0, 24: 4.0}, None, {10: 1.0, 15: 2.0, 24: 4.0}),
+    ],
+)
+def test_training_losses_of_rows_between_the_logged_ones_are_joined(
+    rows: dict[int, float], every: int | None, joined: dict[int, float], tmp_path: Path
+) -> None:
+    """Rows of evaluations at other steps have means over fewer steps: the first 3.0 is (2 * 5 + 4 * 5) / 10."""
+    with RunLog(tmp_path / "run", "my text", 24, log_every=every) as log:
+        for step, loss in rows.items():
             log.row(step, loss)
     (run,) = read_records(tmp_path).runs
-    assert run.evaluations(TRAINING_LOSS) == {10: 1.0, 20: 3.0, 24: 6.0}
+    assert run.evaluations(TRAINING_LOSS) == joined
