@@ -29,7 +29,7 @@ from ...laws.table import TABLE
 from ...recipes import COVER
 from ...refusals import refused
 from ...trajectories import normal
-from ..test_kernels import Kernels
+from ..step.test_kernels import Kernels
 
 pytestmark = pytest.mark.slow  # whole sequences of iterates, recipe by recipe
 
