@@ -29,8 +29,8 @@ from ..training.experiment import (
     Experiment,
     FolderName,
     load_experiment,
+    owner_of,
     read_experiment,
-    split_overrides,
     with_imports,
     with_overrides,
 )
@@ -310,15 +310,15 @@ class Study(Component):
 
         Only the beginning of a dotted path is checked, because the fields behind it depend on the task and the recipe.
         """
-        for name in self.base.keys() - Experiment.model_fields.keys():
-            raise ValueError(f"base.{name}: unknown field{advice(Experiment, name)}")
+        if unknown := [name for name in self.base if name not in Experiment.model_fields]:
+            raise ValueError(f"base.{unknown[0]}: unknown field{advice(Experiment, unknown[0])}")
         places: dict[str, Iterable[str]] = {f"axes.{axis}": changed_paths(own) for axis, own in self.axes.items()}
         places |= {f"settings.{index}.set": setting.set for index, setting in enumerate(self.settings)}
         places |= {"tune.space": self.tune.space} if self.tune else {}
         for place, paths in places.items():
             for path in sorted(paths):
                 try:
-                    split_overrides([f"{path}=0"])
+                    owner_of(path)
                 except RecipeError as error:
                     # an axis has the name of its path, or has labels that set paths
                     where = "axes" if place == f"axes.{path}" else place

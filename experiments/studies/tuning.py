@@ -189,8 +189,9 @@ class Range(Component):
         return int(min(max(round(found), self.low), self.high)) if self.integer else self.rounded(found)
 
     def rounded(self, value: float) -> float | int:
-        """Return a value rounded to six significant digits and limited to the range. A range with `integer` has whole
-        numbers, of which the fraction is cut off.
+        """Return a value rounded to six significant digits and limited to the range.
+
+        If the range has `integer`, return the value as an int instead.
         """
         return int(value) if self.integer else min(max(six_digits(value), self.low), self.high)
 

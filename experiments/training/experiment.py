@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core.core_schema import ValidationInfo
@@ -301,24 +301,33 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return two lists: overrides of the experiment, and overrides of its recipe without the prefix `recipe.`."""
     own: list[str] = []
     recipes: list[str] = []
-    fields, of_recipe = Experiment.model_fields, eigengraft.Recipe.model_fields
     for override in overrides:
-        first, dot, _ = _path(override).removeprefix("~").partition(".")
-        # A field that an experiment shares with its recipe, such as `weight_decay`, is a number in the experiment. A
-        # path into such a field, such as `weight_decay.kind`, therefore belongs to the recipe.
-        if first in fields and not (dot and first in {"recipe", *of_recipe}):
+        if owner_of(_path(override)) == "experiment":
             own.append(override)
-        elif first == "recipe" or first in of_recipe:
+        else:
             removes = "~" if override.startswith("~") else ""
             recipes.append(removes + override.removeprefix("~").removeprefix("recipe."))
-        else:
-            if not dot and first in Experiment.elsewhere:
-                raise RecipeError(f"{first}: unknown field of an experiment; {Experiment.elsewhere[first]}")
-            known = list(dict.fromkeys([*fields, *of_recipe]))
-            hint = did_you_mean(first, known, 0.5)
-            every = f" (the experiment and its recipe have {', '.join(known)})"
-            raise RecipeError(f"{first}: unknown field{hint or every}")
     return own, recipes
+
+
+def owner_of(path: str) -> Literal["experiment", "recipe"]:
+    """Return whether a dotted path, with or without a `~` before it, begins with a field of experiments or of their
+    recipe. Raises RecipeError if neither has the field.
+    """
+    fields, of_recipe = Experiment.model_fields, eigengraft.Recipe.model_fields
+    first, dot, _ = path.removeprefix("~").partition(".")
+    # A field that an experiment shares with its recipe, such as `weight_decay`, is a number in the experiment. A path
+    # into such a field, such as `weight_decay.kind`, therefore belongs to the recipe.
+    if first in fields and not (dot and first in {"recipe", *of_recipe}):
+        return "experiment"
+    if first == "recipe" or first in of_recipe:
+        return "recipe"
+    if not dot and first in Experiment.elsewhere:
+        raise RecipeError(f"{first}: unknown field of an experiment; {Experiment.elsewhere[first]}")
+    known = list(dict.fromkeys([*fields, *of_recipe]))
+    hint = did_you_mean(first, known, 0.5)
+    every = f" (the experiment and its recipe have {', '.join(known)})"
+    raise RecipeError(f"{first}: unknown field{hint or every}")
 
 
 def _path(override: str) -> str:

@@ -352,7 +352,8 @@ class Component(BaseModel, metaclass=ComponentType):
         Fields that are None, and None by default, are left out.
 
         short: True to leave out every field that has its default, also in the components inside this one. A component
-            inside, of which only `kind` is left, is then written as this text, such as "adamw" for {"kind": "adamw"}.
+            inside may have only its `kind` left. The text of the kind is then written in place of the mapping, such as
+            "eigh" in place of {"kind": "eigh"}.
         """
         data, written = self.model_dump(mode="json"), dict[str, Any]()
         for name in sorted(type(self).model_fields, key=lambda name: (name != "kind", name != "name")):
