@@ -27,8 +27,7 @@ from ..signals.signals import steps_taken
 from ..stacks.stack import StackState
 from ..state.param_sets import ParamSets
 from ..state.shown_state import own_state
-from ..step.execution import Chunks, Entries
-from ..step.fused import Fused
+from ..step.execution import Chunks, Entries, Fused
 from ..step.spikes import SpikeCounts
 from ..step.step import ParamSet
 from ..write.averaging import Mode

@@ -14,7 +14,7 @@ from eigengraft.signals import PARTNER
 from eigengraft.slots import PARTNER_STAGE
 
 from ..recipe.routing import ParamInfo
-from ..step.exchange import Step
+from ..step.inputs import StepInputs
 from ..step.step import ParamSet, ReadySteps
 
 
@@ -25,14 +25,14 @@ class PairedParameter:
     factor: name of the partner and the parameter's side of the product; None if the parameter has no partner.
     param_set: the set that contains the parameter; None if the parameter is frozen.
     position: position of the parameter in the set.
-    step: the present step of the set; None if the set makes no step.
+    inputs: inputs of the present step of the set; None if the set makes no step.
     """
 
     parameter: Tensor
     factor: Factor | None
     param_set: ParamSet | None = None
     position: int = 0
-    step: Step | None = None
+    inputs: StepInputs | None = None
 
     def full(self, mine: Tensor, what: str) -> Tensor:
         """Gather a tensor that is sharded as the parameter is. All ranks that share the parameter must call it.
@@ -86,26 +86,26 @@ class PairedParameter:
     @property
     def gradient(self) -> Tensor:
         """Return this rank's shard of the gradient, or zeros if the gradient is missing or not finite."""
-        step = self.step
-        given = None if step is None or not step.active[self.position] else step.gradients[self.position]
-        if given is None or step is None:
+        inputs = self.inputs
+        given = None if inputs is None or not inputs.active[self.position] else inputs.gradients[self.position]
+        if given is None or inputs is None:
             return torch.zeros_like(self.value)
         mine: Tensor = given
-        return mine if step.mask is None else torch.where(step.mask[self.position], mine, 0.0)
+        return mine if inputs.mask is None else torch.where(inputs.mask[self.position], mine, 0.0)
 
     def remember(self, partner: PairedParameter) -> None:
         """Store the present value of the partner (the other factor of a LoRA pair), if this step updates the parameter.
 
         In the next update of the parameter, the stored value is the signal "partner_before".
         """
-        assert self.step is not None
-        if self.step.active[self.position]:
-            now, kept, mask = partner.value, partner.kept, self.step.mask
+        assert self.inputs is not None
+        if self.inputs.active[self.position]:
+            now, kept, mask = partner.value, partner.kept, self.inputs.mask
             kept.copy_(now if mask is None else torch.where(mask[self.position], now.to(kept.dtype), kept))
 
 
 def with_partners(
-    asked: Mapping[str, Mapping[str, str]], rows: Iterable[tuple[Tensor, ParamInfo]], steps: ReadySteps
+    asked: Mapping[str, Mapping[str, str]], rows: Iterable[tuple[Tensor, ParamInfo]], ready: ReadySteps
 ) -> ReadySteps:
     """Return the inputs of a step with the partner signals added: values and gradients of the other factor of a pair.
 
@@ -113,15 +113,15 @@ def with_partners(
 
     asked: {path of an update rule: {name of a signal that the rule requests: path of the stage that requests it}}.
     rows: all parameters of the optimizer with their descriptions.
-    steps: pairs of a parameter set and the inputs of its step, None for a set that makes no step.
+    ready: pairs of a parameter set and the inputs of its step, None for a set that makes no step.
     """
     if not any(PARTNER & names.keys() for names in asked.values()):
-        return steps
-    paired, taken = _paired(rows, steps), list[tuple[PairedParameter, PairedParameter]]()
-    found = list[tuple[ParamSet, Step | None]]()
-    for param_set, step in steps:
+        return ready
+    paired, taken = _paired(rows, ready), list[tuple[PairedParameter, PairedParameter]]()
+    found = list[tuple[ParamSet, StepInputs | None]]()
+    for param_set, inputs in ready:
         given: dict[str, dict[int, Tensor]] = {}
-        for at, parameter in enumerate(param_set.parameters if step is not None else ()):
+        for at, parameter in enumerate(param_set.parameters if inputs is not None else ()):
             names = PARTNER & asked[param_set.specs[at].path].keys()
             if names:
                 own = paired[id(parameter)]
@@ -129,19 +129,19 @@ def with_partners(
                 taken.append((own, partner))
                 for name in sorted(names):
                     given.setdefault(name, {})[at] = own.signal(name, partner)
-        found.append((param_set, step and replace(step, signals={**step.signals, **given})))
+        found.append((param_set, inputs and replace(inputs, signals={**inputs.signals, **given})))
     for own, partner in taken:
         own.remember(partner)
     return found
 
 
-def _paired(rows: Iterable[tuple[Tensor, ParamInfo]], steps: ReadySteps) -> dict[int | str, PairedParameter]:
+def _paired(rows: Iterable[tuple[Tensor, ParamInfo]], ready: ReadySteps) -> dict[int | str, PairedParameter]:
     """Return every parameter as a `PairedParameter`, both by its `id` and by its name.
 
     rows: all parameters of the optimizer with their descriptions, also frozen ones.
-    steps: pairs of a parameter set and the inputs of its step, None for a set that makes no step.
+    ready: pairs of a parameter set and the inputs of its step, None for a set that makes no step.
     """
-    stepped = {id(p): (own, at, step) for own, step in steps for at, p in enumerate(own.parameters)}
+    stepped = {id(p): (own, at, inputs) for own, inputs in ready for at, p in enumerate(own.parameters)}
     found: dict[int | str, PairedParameter] = {}
     for parameter, info in rows:
         one = PairedParameter(parameter, info.facts.factor, *stepped.get(id(parameter), ()))

@@ -25,7 +25,8 @@ from eigengraft.slots import StateKey
 
 from ..recipe.recipe import Recipe
 from ..recipe.routing import ParamInfo
-from ..step.exchange import PROVIDERS, Step
+from ..step.exchange import PROVIDERS
+from ..step.inputs import StepInputs
 from ..step.spikes import gradient_norm
 from ..step.step import ParamSet, ReadySteps
 
@@ -488,24 +489,24 @@ class Signals:
         """
         return self.provided.get(known_signals()["loss"], parameter)
 
-    def take(self, steps: ReadySteps, taken: int | None = None) -> ReadySteps:
+    def take(self, ready: ReadySteps, taken: int | None = None) -> ReadySteps:
         """Return the inputs of steps with the values of all signals added. All values are then dropped.
 
         Raise ValueError on all ranks if a required signal has no value.
 
-        steps: parameter sets with the inputs of their steps.
+        ready: parameter sets with the inputs of their steps.
         taken: number of steps before this one. None: the largest step count of the parameters.
         """
-        self._follow_first(param_set for param_set, _ in steps)
-        ready = [(param_set, step) for param_set, step in steps if step is not None]
-        shared = dict(self._of_all(ready, taken))
-        found = [(param_set, step and self._of_one(param_set, step, shared)) for param_set, step in steps]
+        self._follow_first(param_set for param_set, _ in ready)
+        given = [(param_set, inputs) for param_set, inputs in ready if inputs is not None]
+        shared = dict(self._of_all(given, taken))
+        complete = [(own, None if inputs is None else self._of_one(own, inputs, shared)) for own, inputs in ready]
         self.drop()  # also if no gradient was usable and nothing is updated
-        made = {name for _, step in found if step is not None for name in step.signals}
-        for name, where in self.somewhere.items() if ready else ():
+        made = {name for _, inputs in complete if inputs is not None for name in inputs.signals}
+        for name, where in self.somewhere.items() if given else ():
             if name not in made:
                 raise _error(known_signals()[name], where, "every step", "none for any parameter")
-        return found
+        return complete
 
     def require_all_parameters(self, param_sets: Iterable[ParamSet], others: Sequence[ParamInfo]) -> None:
         """Raise ValueError if an update needs a sum over all parameters, but other optimizers update some of them.
@@ -533,7 +534,7 @@ class Signals:
             )
 
     def _of_all(
-        self, ready: Sequence[tuple[ParamSet, Step]], taken: int | None
+        self, ready: Sequence[tuple[ParamSet, StepInputs]], taken: int | None
     ) -> Iterator[tuple[str, Tensor | float]]:
         """Yield (name, number) for signals that are one number for all parameters: the fraction of the run that is
         over, the norm of all gradients, and sums of a slot over all parameters.
@@ -546,15 +547,15 @@ class Signals:
             taken = steps_taken(param_set for param_set, _ in ready) if taken is None else taken
             yield "step_fraction", (taken + 1) / self.recipe.total_steps
         if ready and "gradient_norm" in self.asking:
-            yield "gradient_norm", gradient_norm([step for _, step in ready])
+            yield "gradient_norm", gradient_norm([inputs for _, inputs in ready])
         totals: dict[str, Tensor] = {}
         for param_set, _ in ready:
             for key, total in _slot_totals(param_set, list(param_set.totals)).items():
                 totals[key] = totals[key] + total.to(totals[key].device) if key in totals else total
         yield from totals.items()
 
-    def _of_one(self, param_set: ParamSet, step: Step, shared: Mapping[str, Tensor | float]) -> Step:
-        """Return the inputs of a step with the values of all signals added (`Step.signals`).
+    def _of_one(self, param_set: ParamSet, inputs: StepInputs, shared: Mapping[str, Tensor | float]) -> StepInputs:
+        """Return the inputs of a step with the values of all signals added (`StepInputs.signals`).
 
         shared: signals that are one number for all parameters, by name.
         """
@@ -562,18 +563,18 @@ class Signals:
         found: dict[str, object] = {**shared}
         if "parameter" in asked:
             found["parameter"] = param_set.iterates.parameters
-        calls = [self._call(known_signals()[name], param_set, step) for name in sorted(asked - OWN)]
+        calls = [self._call(known_signals()[name], param_set, inputs) for name in sorted(asked - OWN)]
         if not calls:
-            return replace(step, signals=found)
+            return replace(inputs, signals=found)
         what = f"signals {', '.join(call.signal.name for call in calls)} of {param_set.names[0]}"
         device, ranks = param_set.parameters[0].device, param_set.rank_group
         numbers, tensors, missing = gather_signals(calls, len(param_set.specs), device, ranks and ranks.all_ranks, what)
         if missing is not None:
             raise self._missing(missing, param_set)
         lists = {name: _by_position(name, values, param_set) for name, values in tensors.items()}
-        return replace(step, signals={**found, **numbers, **lists})
+        return replace(inputs, signals={**found, **numbers, **lists})
 
-    def _call(self, signal: Signal, param_set: ParamSet, step: Step) -> SignalCall:
+    def _call(self, signal: Signal, param_set: ParamSet, inputs: StepInputs) -> SignalCall:
         """Return this rank's values of a signal for one step, and the parameters of the set that request it.
 
         Parameters that the step leaves out, for example because they have no gradient, are left out here too.
@@ -582,7 +583,7 @@ class Signals:
         counts = (param_set.update_counts + 1).tolist()
         due = cache(self.needed)  # parameters with one update and one step count require the same signals
         for at, (spec, parameter) in enumerate(zip(param_set.specs, param_set.parameters, strict=True)):
-            if not step.active[at] or signal.name not in self.asked[spec.path]:
+            if not inputs.active[at] or signal.name not in self.asked[spec.path]:
                 continue
             wanted.append(at)
             if signal.name in due(spec.path, counts[at]) or spec.path in self.open_first.get(signal.name, ()):

@@ -142,7 +142,7 @@ def numbers_sent(parameters: int, plain: bool) -> int:
     return 1 + (5 if plain else 3) * parameters + BITS * len(NUMBERS)
 
 
-def step_numbers(hypers: Mapping[int, Hyper], steps: int, again: int) -> dict[str, float | Tensor]:
+def agreed_numbers(hypers: Mapping[int, Hyper], steps: int, again: int) -> dict[str, float | Tensor]:
     """Return, by name, the numbers that must be equal on all ranks in a step.
 
     If a learning rate is a tensor on a device, the result has a copy, because the tensor may change before the host

@@ -20,10 +20,10 @@ A warning gives the reason if a graph is dropped or cannot be made, and if `PATI
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,61 +35,20 @@ from torch.utils._pytree import tree_leaves
 from eigengraft.distributed.checks import as_integers
 from eigengraft.errors import warn_user
 from eigengraft.numerics import upload
-from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe
 from ..stacks.stack import StackState, connected
 from ..write.write import Rates, StepRates, WriteNumbers
-from .exchange import Step, StepNumbers
-from .fused import Execution, Fused
-from .program import CHECKED_UPDATES
+from .capturers import CAPTURERS, Body
+from .execution import Execution, Fused
+from .inputs import GraphNumbers, StepInputs
 from .reasons import not_captured
+from .stack_step import CHECKED_UPDATES
 from .traced import Program
 
-Body = Callable[[], None]
 Signature = list[tuple[str, ...]]
 """The operations of a run, in order. Each is a tuple of texts: the name of the operation, and its arguments without the
 lists that they are in. The text of a tensor is its shape, dtype and device type."""
-
-
-class Capturer(Protocol):
-    """Records the operations that a function launches on a device."""
-
-    def warm_up(self, body: Body) -> None:
-        """Run the function once before its capture. This run allocates the memory that later runs use again."""
-
-    def capture(self, body: Body) -> Body:
-        """Record a graph of the operations that the function launches. They need not run during the capture.
-
-        Return a function that replays the graph: it runs the recorded operations again, on the same addresses.
-
-        Raises RuntimeError if the operations cannot be captured.
-        """
-
-
-class CudaCapturer:
-    """Records CUDA graphs on a device, which need not be the current device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def warm_up(self, body: Body) -> None:
-        with torch.cuda.device(self.device):
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                body()
-            torch.cuda.current_stream().wait_stream(side)
-
-    def capture(self, body: Body) -> Body:
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self.device), torch.cuda.graph(graph, stream=side):
-            body()
-        return graph.replay
-
-
-CAPTURERS: dict[str, Callable[[torch.device], Capturer]] = {"cuda": CudaCapturer}
-"""By device type, the constructor of a capturer for a device. Other device types have no graphs."""
 
 
 PATIENCE = 30
@@ -98,40 +57,20 @@ PATIENCE = 30
 The first replay is usually the seventh step, after three first updates and three steps that make the graph. It is about
 the twelfth if every second step has a refresh."""
 
-RunStacks = Callable[[Sequence[Sequence[StackState]], Step, NDArray[np.bool_]], None]
+RunStacks = Callable[[Sequence[Sequence[StackState]], StepInputs], None]
 """Function that runs one step of stacks.
 
 Arguments: the stacks, in lists (stacks whose stages sum over the same parameter are in one list); the inputs of the
-step; `[P]`, True for parameters that the step changes.
+step.
 """
 
+NumberKey = tuple[str | int, int, str]
+"""Key of a number that a graph reads from a tensor:
 
-class GraphNumbers(StepNumbers):
-    """Numbers of a captured step that follow from step counts, as tensors on the device that the graph reads.
-
-    The tensors are filled before each replay. A stack is a set of equal blocks of parameters that are updated together,
-    and a program is a traced function that computes their update.
-
-    counts: by index of a stack, the step count of its blocks, 0-d; float32 for a fused kernel, else float64.
-    of_programs: {(index of a stack, program of this stack): {name of an input: tensor}}, for the inputs of the program
-        that change from step to step (`Program.numbered`).
-    """
-
-    captured = True
-
-    def __init__(
-        self, counts: Mapping[int, Tensor], of_programs: Mapping[tuple[int, Program], Mapping[str, Tensor]]
-    ) -> None:
-        self.counts, self.of_programs = counts, of_programs
-
-    def count(self, own: StackState, step: int) -> Tensor:
-        return self.counts[own.number]
-
-    def steps(self, own: StackState, context: StepContext) -> Tensor:
-        return self.counts[own.number].to(torch.int64).expand(len(context.steps)).contiguous()
-
-    def inputs(self, own: StackState, program: Program, step: int) -> Mapping[str, Tensor]:
-        return self.of_programs[own.number, program]
+- (path of an update rule, index of a param group, field of `WriteNumbers`): a rate.
+- (index of a stack, 0, ""): step count of the blocks.
+- (index of a stack, index of a program of this stack, name of an input): a number of a traced program.
+"""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -149,11 +88,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         self.signature.append((str(func), *map(self._described, tree_leaves((args, given)))))
-        found = func(*args, **given)
-        for made in found if isinstance(found, (list, tuple)) else [found]:
+        result = func(*args, **given)
+        for made in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(made, Tensor) and id(made) not in self.held:
                 self._made[id(made)] = made
-        return found
+        return result
 
     def _described(self, x: Any) -> str:
         if not isinstance(x, Tensor):
@@ -228,13 +167,13 @@ class _Key(NamedTuple):
     def changed(self, before: _Key) -> str:
         """Return a description of the first field in which this key differs from `before`, the key of a graph."""
         hint = " (`zero_grad(set_to_none=False)` keeps them)"
-        moved = {"gradients": f"addresses or layouts of gradients{hint}"}
-        moved |= {"parameters": "addresses or layouts of parameters", "state": "addresses of state"}
-        moved |= {"groups": "param groups with equal rates"}
-        moved |= {"zeros": "rates of weight decay that are 0", "mask": "whether gradients are masked"}
-        moved |= {"decays": "weight decay, which is a constant of a fused kernel,"}
-        moved |= {"steps": "which stacks have the same step count"}
-        return next(f"{text} changed" for name, text in moved.items() if getattr(self, name) != getattr(before, name))
+        texts = {"gradients": f"addresses or layouts of gradients{hint}"}
+        texts |= {"parameters": "addresses or layouts of parameters", "state": "addresses of state"}
+        texts |= {"groups": "param groups with equal rates"}
+        texts |= {"zeros": "rates of weight decay that are 0", "mask": "whether gradients are masked"}
+        texts |= {"decays": "weight decay, which is a constant of a fused kernel,"}
+        texts |= {"steps": "which stacks have the same step count"}
+        return next(f"{text} changed" for name, text in texts.items() if getattr(self, name) != getattr(before, name))
 
 
 class CapturedStacks:
@@ -254,15 +193,15 @@ class CapturedStacks:
         executions: Sequence[Execution],
         run: RunStacks,
     ) -> None:
-        self.groups, self.stacks, self._run = list(groups), [own for group in groups for own in group], run
-        self.executions = executions
-        self._of_kernels = [own for own in self.stacks if isinstance(executions[own.number], Fused)]
-        self.fused = {own.number for own in self._of_kernels}
+        self.groups, self._run, self.executions = list(groups), run, executions
+        self.stack_states = [stack_state for group in groups for stack_state in group]
+        self._of_kernels = [x for x in self.stack_states if isinstance(executions[x.number], Fused)]
+        self.fused = {stack_state.number for stack_state in self._of_kernels}
         self._constant = {
-            own.path for own in self._of_kernels
+            stack_state.path for stack_state in self._of_kernels
         }  # paths of updates whose weight decay a graph stores as a constant
-        self.device, self.reason = self.stacks[0].stack.device, not_captured(self.stacks, recipe, CAPTURERS)
-        if any(not executions[own.number].programs and own.number not in self.fused for own in self.stacks):
+        self.device, self.reason = self.stack_states[0].stack.device, not_captured(self.stack_states, recipe)
+        if any(not executions[x.number].programs and x.number not in self.fused for x in self.stack_states):
             self.reason = self.reason or "each of its steps has a refresh, or sums over parameters of other stacks"
         self.replay: Body | None = None
         self.without: Counter[str] = Counter()
@@ -271,39 +210,36 @@ class CapturedStacks:
         self._static: Tensor | None = None
         self._pairs: tuple[bytes, dict[tuple[str, int], int]] | None = None
         self._mask: Tensor | None = None
-        self._positions = np.unique(np.concatenate([own.stack.param_ids for own in self.stacks]))
+        self._positions = np.unique(np.concatenate([stack_state.stack.param_ids for stack_state in self.stack_states]))
         self._capturer = CAPTURERS[self.device.type](self.device) if self.reason is None else None
 
-    def unfit(self, step: Step, counts: NDArray[np.int64]) -> str | None:
-        """Return why this step can neither be captured nor replayed; None if it can be.
-
-        counts: `[P]`, number of gradients of each parameter, including the present one.
-        """
-        if not step.active[self._positions].all():
+    def unfit(self, inputs: StepInputs) -> str | None:
+        """Return why this step can neither be captured nor replayed; None if it can be."""
+        if not inputs.active[self._positions].all():
             return "a parameter has no gradient"
-        for own in self.stacks:
-            if own.watched:
+        for stack_state in self.stack_states:
+            if stack_state.watched:
                 return "something watches the stages"
-            context, programs = own.context(own.all_blocks, counts, {}), self.executions[own.number].programs
+            programs = self.executions[stack_state.number].programs
+            context = stack_state.context(stack_state.all_blocks, inputs.counts, {})
             if context.uniform is None:
                 return "blocks are at different updates"
-            if context.uniform <= CHECKED_UPDATES or not all(one.suits(context.steps) for one in programs):
+            if context.uniform <= CHECKED_UPDATES or not all(program.suits(context.steps) for program in programs):
                 return "one of the first updates"
-            if any(stage.refreshes(context) for _, stage in own.rule.stages()):
+            if any(stage.refreshes(context) for _, stage in stack_state.rule.stages()):
                 return "a refresh"
-            masked = own.number in self.fused or (programs and all(one.source.masked for one in programs))
-            if step.mask is not None and not masked:
+            has_masks = stack_state.number in self.fused or (programs and all(x.source.masked for x in programs))
+            if inputs.mask is not None and not has_masks:
                 return "a mask of gradients that `failure.detect: device` would announce"
-            if own.adds_decay and len(step.rates.alphas(own.path, own.stack.param_ids)) > 1:
+            path, positions = stack_state.path, stack_state.stack.param_ids
+            if stack_state.adds_decay and len(inputs.rates.alphas(path, positions)) > 1:
                 return "parameters of a stack are in groups with different rates"
-        scales = self._scales(step.rates).values()
-        if any(isinstance(x, Tensor) for scale in scales for x in (scale.lr, scale.alpha, scale.rate)):
+        every = self._rates(inputs.rates).values()
+        if any(isinstance(x, Tensor) for rates in every for x in (rates.lr, rates.alpha, rates.rate)):
             return "a rate is a tensor on a device, whose value the host does not know"
         return None
 
-    def step(
-        self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
-    ) -> str | None:
+    def step(self, inputs: StepInputs) -> str | None:
         """Run a step that can be captured or replayed: the method `unfit` has returned None for it.
 
         If there is a graph for steps with the key (`_Key`) of this step, replay it. Otherwise run the step without a
@@ -311,18 +247,14 @@ class CapturedStacks:
 
         Return the reason for which this step dropped a graph or could not make one, else None. A graph is dropped if
         the key differs from that of the last step that this method ran. The reason then names the difference.
-
-        moved: `[P]`, True for parameters that the step changes.
-        counts: `[P]`, number of gradients of each parameter, including the present one.
-        held: P tensors, the entries of each parameter that this rank holds.
         """
-        key, before = self._key_of(step, counts, held), self._key
-        self._fill(step, counts)
+        key, before = self._key_of(inputs), self._key
+        self._fill(inputs)
         if key == before and self.replay is not None:
             self.replay()
             self.without.clear()
             return None
-        body = self._body(step, moved)
+        body = self._body(inputs)
         if key != before:
             left = None if before is None else key.changed(before)
             self._key, self.replay, self._record = key, None, None
@@ -331,10 +263,10 @@ class CapturedStacks:
         if self._record is None:
             self._record = _recorded(body, {address for address, *_ in key.gradients})
             return None
-        self.reason = self._capture(body, held, {address for address, *_ in key.gradients})
+        self.reason = self._capture(body, inputs.held, {address for address, *_ in key.gradients})
         return self.reason
 
-    def _scales(self, rates: Rates) -> dict[tuple[str, int], StepRates]:
+    def _rates(self, rates: Rates) -> dict[tuple[str, int], StepRates]:
         """Return the learning rates and weight decays of a step, by (path, group). Param groups with equal values share
         one item.
 
@@ -345,90 +277,97 @@ class CapturedStacks:
         if known is None or known[0] != alike:
             first = {group: at for at, group in reversed([*enumerate(rates.alike.tolist())])}
             pairs = {
-                (own.path, at): first[at] for own in self.stacks for at in rates.alike[own.stack.param_ids].tolist()
+                (stack_state.path, group): first[group]
+                for stack_state in self.stack_states
+                for group in rates.alike[stack_state.stack.param_ids].tolist()
             }
             known = self._pairs = alike, pairs
         return {pair: rates.step_rates(pair[0], position) for pair, position in known[1].items()}
 
-    def _key_of(self, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> _Key:
-        positions, steps = self._positions.tolist(), [self._count(own, counts) for own in self._of_kernels]
-        scales = self._scales(step.rates).items()
-        decays = [(path, float(x)) for (path, _), scale in scales for x in (scale.alpha, scale.gradient_rate)]
+    def _key_of(self, inputs: StepInputs) -> _Key:
+        positions = self._positions.tolist()
+        steps = [self._count(stack_state, inputs.counts) for stack_state in self._of_kernels]
+        pairs = self._rates(inputs.rates).items()
+        decays = [(path, float(x)) for (path, _), rates in pairs for x in (rates.alpha, rates.gradient_rate)]
         return _Key(
-            tuple(_place(step.gradients[at]) for at in positions),
-            tuple(_place(held[at]) for at in positions),
-            tuple(x.data_ptr() for own in self.stacks for x in own.tensors.values()),
-            step.rates.alike.tobytes(),
+            tuple(_place(inputs.gradients[at]) for at in positions),
+            tuple(_place(inputs.held[at]) for at in positions),
+            tuple(x.data_ptr() for stack_state in self.stack_states for x in stack_state.tensors.values()),
+            inputs.rates.alike.tobytes(),
             tuple(x == 0 for _, x in decays),
             tuple(x for path, x in decays if path in self._constant),
             tuple(map(steps.index, steps)),
-            step.mask is not None,
+            inputs.mask is not None,
         )
 
     @staticmethod
-    def _count(own: StackState, counts: NDArray[np.int64]) -> int:
+    def _count(stack_state: StackState, counts: NDArray[np.int64]) -> int:
         """Return the step count of a stack, a tensor of blocks with one shape. All its blocks are at the same step.
 
         counts: `[P]`, step count of each parameter.
         """
-        return int(counts[own.stack.param_ids[0]]) - int(own.lagging)
+        return int(counts[stack_state.stack.param_ids[0]]) - int(stack_state.lagging)
 
-    def _fill(self, step: Step, counts: NDArray[np.int64]) -> None:
-        """Copy all numbers of a step (rates, step counts, inputs of programs) to the tensors that graphs read.
+    def _numbers(self, inputs: StepInputs) -> Iterator[tuple[NumberKey, float]]:
+        """Yield the numbers of a step that change from step to step: rates, step counts, and inputs of programs."""
+        for (path, group), rates in self._rates(inputs.rates).items():
+            for name, value in zip(WriteNumbers._fields, WriteNumbers.of(rates), strict=True):
+                yield (path, group, name), float(value)
+        for stack_state in self.stack_states:
+            number, count = stack_state.number, self._count(stack_state, inputs.counts)
+            yield (number, 0, ""), float(count)
+            for index, program in enumerate(self.executions[number].programs):
+                values = program.host_numbers(count, stack_state.run_step)
+                for name, value in zip(program.numbered, values, strict=True):
+                    yield (number, index, name), value
+
+    def _fill(self, inputs: StepInputs) -> None:
+        """Copy all numbers of a step (`_numbers`) to the tensor that graphs read.
 
         The step's mask, True for each parameter with a usable gradient, is also copied if there is one.
-
-        counts: `[P]`, step count of each parameter.
         """
-        values: list[float] = []
-        for scale in self._scales(step.rates).values():
-            values += map(float, WriteNumbers.of(scale))
-        for own in self.stacks:
-            at = self._count(own, counts)
-            values.append(float(at))
-            for program in self.executions[own.number].programs:
-                values += program.host_numbers(at, own.run_step)
+        values = [value for _, value in self._numbers(inputs)]
         numbers = upload(torch.tensor(values, dtype=torch.float64, device="cpu"), self.device)
         self._static = numbers.clone() if self._static is None else self._static.copy_(numbers)
-        if step.mask is not None:
-            self._mask = step.mask.clone() if self._mask is None else self._mask.copy_(step.mask)
+        if inputs.mask is not None:
+            self._mask = inputs.mask.clone() if self._mask is None else self._mask.copy_(inputs.mask)
 
-    def _body(self, step: Step, moved: NDArray[np.bool_]) -> Body:
+    def _body(self, inputs: StepInputs) -> Body:
         """Return the function that a graph captures: a step that reads its rates and step counts from tensors.
 
         The function also reads from a tensor which gradients are usable. The method `_fill` overwrites all of these
         tensors before each replay.
-
-        moved: `[P]`, True for parameters that the step changes.
         """
-        scales, mask = self._scales(step.rates), None if step.mask is None else self._mask
-        dtypes = {own.stack.dtype for own in self.stacks} | ({torch.float32} if self.fused else set())
+        rates_of, mask = self._rates(inputs.rates), None if inputs.mask is None else self._mask
+        places = {key: place for place, (key, _) in enumerate(self._numbers(inputs))}
+        dtypes = {x.stack.dtype for x in self.stack_states} | ({torch.float32} if self.fused else set())
         # Rates are Python numbers in a step without a graph, and tensors in a graph. Kernels on a CPU round a float64
         # tensor to the same value as a Python number, so float64 gives the same bits.
         widest = torch.float64 if torch.float64 in dtypes or self.device.type == "cpu" else torch.float32
 
         def body() -> None:
             assert self._static is not None
-            wide = self._static.unbind()
-            rounded = {own: self._static.to(own).unbind() for own in dtypes - {torch.float64}} | {torch.float64: wide}
-            at, replaced = 0, dict[tuple[str, int], StepRates]()
-            for (path, group), scale in scales.items():
-                write = WriteNumbers(*rounded[widest][at : (at := at + len(WriteNumbers._fields))])
-                alpha = scale.alpha if path in self._constant or not scale.alpha else write.alpha
-                rate = scale.rate if path in self._constant or not scale.gradient_rate else write.rate
-                replaced[path, group] = replace(scale, lr=write.lr, alpha=alpha, rate=rate, kept=write.shrink)
+            rounded = {torch.float64: self._static.unbind()}
+            rounded |= {dtype: self._static.to(dtype).unbind() for dtype in dtypes - {torch.float64}}
+
+            def read(dtype: torch.dtype, *key: *NumberKey) -> Tensor:
+                return rounded[dtype][places[key]]
+
+            replaced = dict[tuple[str, int], StepRates]()
+            for (path, group), rates in rates_of.items():
+                write = WriteNumbers(*(read(widest, path, group, name) for name in WriteNumbers._fields))
+                alpha = rates.alpha if path in self._constant or not rates.alpha else write.alpha
+                rate = rates.rate if path in self._constant or not rates.gradient_rate else write.rate
+                replaced[path, group] = replace(rates, lr=write.lr, alpha=alpha, rate=rate, kept=write.shrink)
             counts, of_programs = dict[int, Tensor](), dict[tuple[int, Program], dict[str, Tensor]]()
-            for own in self.stacks:
-                counts[own.number] = rounded[torch.float32 if own.number in self.fused else torch.float64][at]
-                at += 1
-                for program in self.executions[own.number].programs:
-                    places = range(at, at := at + len(program.numbered))
-                    named = zip(program.numbered, places, strict=True)
-                    of_programs[own.number, program] = {
-                        name: rounded[program.inputs[name][1]][place] for name, place in named
+            for number in (stack_state.number for stack_state in self.stack_states):
+                counts[number] = read(torch.float32 if number in self.fused else torch.float64, number, 0, "")
+                for index, program in enumerate(self.executions[number].programs):
+                    of_programs[number, program] = {
+                        name: read(program.inputs[name][1], number, index, name) for name in program.numbered
                     }
-            rates, numbers = step.rates.replaced(replaced), GraphNumbers(counts, of_programs)
-            self._run(self.groups, replace(step, rates=rates, mask=mask, step_numbers=numbers), moved)
+            numbers = GraphNumbers(counts, of_programs)
+            self._run(self.groups, replace(inputs, rates=inputs.rates.replaced(replaced), mask=mask, numbers=numbers))
 
         return body
 
@@ -442,17 +381,17 @@ class CapturedStacks:
         gradients: addresses of the gradients.
         """
         assert self._capturer is not None and self._record is not None
-        targets = [x for own in self.stacks for x in own.tensors.values()]
+        targets = [x for stack_state in self.stack_states for x in stack_state.tensors.values()]
         targets += [held[at] for at in self._positions.tolist()]
         before, capturer = _copied(targets), self._capturer
         record = _recorded(lambda: capturer.warm_up(body), gradients)
         _restore(targets, before)
-        other = difference(self._record.signature, record.signature)
-        if other is not None:
+        changed = difference(self._record.signature, record.signature)
+        if changed is not None:
             body()
             return (
                 f"a number or an operation of a stage changes from step to step, and the graph would repeat that of "
-                f"the captured step: {other}; set `graph: false`, or let the stage take the number from its context"
+                f"the captured step: {changed}; set `graph: false`, or let the stage take the number from its context"
             )
         try:
             replay = capturer.capture(body)
@@ -509,9 +448,11 @@ class Graphs:
         executions: Sequence[Execution],
         run: RunStacks,
     ) -> None:
-        shared = connected([{at for own in group for at in own.stack.param_ids.tolist()} for group in together])
+        shared = connected(
+            [{at for stack_state in group for at in stack_state.stack.param_ids.tolist()} for group in together]
+        )
         pieces = [[together[number] for number in numbers] for numbers in shared]
-        rare = [any(own.rule.cadences() for group in piece for own in group) for piece in pieces]
+        rare = [any(stack_state.rule.cadences() for group in piece for stack_state in group) for piece in pieces]
         steady = [group for piece, refreshes in zip(pieces, rare, strict=True) if not refreshes for group in piece]
         apart = [piece for piece, refreshes in zip(pieces, rare, strict=True) if refreshes]
         self.pieces = [
@@ -520,25 +461,19 @@ class Graphs:
         self.left: Counter[str] = Counter()
         self._named = set[str]()
 
-    def run(
-        self, step: Step, moved: NDArray[np.bool_], counts: NDArray[np.int64], held: Sequence[Tensor]
-    ) -> list[Sequence[StackState]]:
+    def run(self, inputs: StepInputs) -> list[Sequence[StackState]]:
         """Run this step for each set of stacks whose graph can be captured or replayed in this step.
 
         Return all other stacks, in lists as in `CapturedStacks.groups`. The caller must run the step of these stacks.
-
-        moved: `[P]`, True for parameters that the step changes.
-        counts: `[P]`, number of gradients of each parameter, including the present one.
-        held: P tensors, the entries of each parameter that this rank holds.
         """
         rest: list[Sequence[StackState]] = []
         for piece in self.pieces:
             fixed, had = piece.reason is not None, piece.replay is not None
-            reason = piece.reason or piece.unfit(step, counts)
+            reason = piece.reason or piece.unfit(inputs)
             if reason is not None:
                 rest += piece.groups
                 self._leave(piece, reason, fixed)
-            elif (reason := piece.step(step, moved, counts, held)) is not None:
+            elif (reason := piece.step(inputs)) is not None:
                 self._leave(piece, reason, had or piece.reason is not None)
         return rest
 
@@ -564,8 +499,8 @@ class Graphs:
 
     def lines(self) -> list[str]:
         """Return lines of a report: how many stacks have a graph, and why steps ran without one."""
-        captured = sum(len(piece.stacks) for piece in self.pieces if piece.replay is not None)
-        total = sum(len(piece.stacks) for piece in self.pieces)
+        captured = sum(len(piece.stack_states) for piece in self.pieces if piece.replay is not None)
+        total = sum(len(piece.stack_states) for piece in self.pieces)
         return [
             f"graph: {captured} of {total} stacks have one",
             *(f"graph: {count} steps without, {reason}" for reason, count in self.left.most_common()),

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,81 +20,15 @@ from eigengraft.blocking import stacked_rows
 from eigengraft.blocking.stacks import Assembly, side_blocks
 from eigengraft.numerics import StackRows, norms_by_dtype
 from eigengraft.signals import asking, known_signals
-from eigengraft.step_context import StepContext
 
 from ..recipe.recipe import Recipe
 from ..stacks.placement import ParamSpec
 from ..stacks.rank_checks import failed_roots
 from ..stacks.stack import ActiveBlocks, StackState
 from ..write import IterateStore
-from ..write.write import EntryUpdates, Rates, decayed_gradient
-from .gradients import GivenGradients, GradientSurvey, LocalSurvey
-from .traced import Program
-
-
-class StepNumbers:
-    """Numbers that depend only on how many steps were made, such as bias corrections. The host computes them.
-
-    captured: True for the subclass that is used while a CUDA graph captures the step. Its numbers are tensors, which
-        are filled before each replay, and chains of stages run as traced programs.
-    """
-
-    captured: ClassVar[bool] = False
-
-    def count(self, own: StackState, step: int) -> Tensor:
-        """Return `step`, the step count of the blocks of a stack, as a 0-d float32 tensor on the device.
-
-        Fused kernels read this tensor.
-        """
-        return torch.full((), float(step), dtype=torch.float32, device=own.stack.device)
-
-    def steps(self, own: StackState, context: StepContext) -> Tensor:
-        """Return the step of each active block of a stack, int64 `[n]` on the device."""
-        return context.step
-
-    def inputs(self, own: StackState, program: Program, step: int) -> Mapping[str, Tensor]:
-        """Return the inputs of a traced program that depend on the step, by name.
-
-        step: step count of the blocks.
-        """
-        return program.numbers(step, own.run_step)
-
-
-@dataclass(frozen=True)
-class Step:
-    """The inputs of one step of P parameters. Lists have an item for each parameter, by position.
-
-    gradients: gradients of the entries that this rank updates. None: the parameter has no gradient.
-    active: `[P]` on the host, True for parameters that the step updates.
-    mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
-    rates: learning rate and weight decay of each parameter.
-    survey: facts about the full gradients, such as their norms.
-    signals: inputs of stages beside gradients, of two kinds. A sum of a slot over all parameters is a number, under the
-        key of the slot. A signal is stored under its name, in a form that follows from its `Signal.extent`:
-        "step": one number.
-        "parameter": `[P]`.
-        "input_matrix", "output_matrix": a list with a `SideMatrix` for each parameter.
-        "partner": a mapping from the position of a parameter to its tensor.
-        any other extent: a list with a tensor for each parameter.
-    step_numbers: numbers that follow from step counts. A graph that captures the step reads them on the device.
-    found_inf: 0-d float32 on the device. 1: fused kernels change nothing, because a gradient is not usable or a scaler
-        of the loss stops the step. None: kernels need no such number, because the host has read the check of the
-        gradients, or `mask` has its result.
-    """
-
-    gradients: Sequence[Any]
-    active: NDArray[np.bool_]
-    mask: Tensor | None
-    rates: Rates
-    survey: GradientSurvey
-    signals: Mapping[str, Any] = field(default_factory=dict)
-    step_numbers: StepNumbers = field(default_factory=StepNumbers)
-    found_inf: Tensor | None = None
-
-    def gather(self, blocks: ActiveBlocks) -> Tensor:
-        """Return the gradients of blocks as `[n, *block]`. The caller must not write to this tensor."""
-        known = self.survey.gathered.pop(blocks.stack_state.number, None)
-        return blocks.stack.gather(self.gradients) if known is None or blocks.places is not None else known
+from ..write.write import EntryUpdates, decayed_gradient
+from .gradients import GivenGradients, GradientSurvey, LocalSurvey, gather_gradients
+from .inputs import StepInputs
 
 
 def decay_source(recipe: Recipe, path: str) -> str | None:
@@ -128,7 +60,7 @@ class LocalExchange:
     def __init__(
         self, specs: Sequence[ParamSpec], iterates: IterateStore, tolerated: int, small: Sequence[StackState] = ()
     ) -> None:
-        self.small, joined = small, {position for own in small for position in own.stack.positions}
+        self.small, joined = small, {position for state in small for position in state.stack.positions}
         self.large = [position for position in range(len(specs)) if position not in joined]
         self.names = [spec.name for spec in specs]
         self.iterates, self.tolerated = iterates, tolerated
@@ -138,17 +70,13 @@ class LocalExchange:
         """Return facts about the full gradients, such as their norms, also if this rank holds only shards."""
         return LocalSurvey(given, self.small, self.large)
 
-    def begin(self, step: Step, stacks: Sequence[StackState], moved: NDArray[np.bool_], write: Write) -> LocalStep:
+    def begin(self, inputs: StepInputs, stacks: Sequence[StackState], write: Write) -> LocalStep:
         """Begin one step. Return the object that copies gradients into stacks, and directions to parameters.
 
-        step: inputs of the step, such as its gradients.
-
         stacks: all stacks that are updated before `LocalStep.finish` is called.
-        moved: `[P]`, True for parameters that the step changes. It is False for a parameter whose first gradient only
-            initializes statistics.
         write: function that writes complete updates into parameters.
         """
-        return LocalStep(self, step, stacks, write)
+        return LocalStep(self, inputs, stacks, write)
 
     def close(self) -> None:
         """End all communication. All ranks call this method when they replace the parameter set."""
@@ -168,13 +96,13 @@ class LocalStep:
 
     A step calls `gather` and `deliver` for one stack after another, then `finish`.
 
-    step: inputs of the step.
+    inputs: inputs of the step.
     iterates: state of the averaging and of constraints, with the parameters.
     write: function that writes complete updates into parameters.
     """
 
-    def __init__(self, exchange: LocalExchange, step: Step, stacks: Sequence[StackState], write: Write) -> None:
-        self.step, self.iterates, self.write = step, exchange.iterates, write
+    def __init__(self, exchange: LocalExchange, inputs: StepInputs, stacks: Sequence[StackState], write: Write) -> None:
+        self.inputs, self.iterates, self.write = inputs, exchange.iterates, write
         self._stacks, self._numels, self._assembly = stacks, exchange.numels, Assembly()
 
     @cached_property
@@ -188,14 +116,19 @@ class LocalStep:
         source: "gradients", which include the weight decay if the recipe adds it to gradients; "parameters", the
             tensors to which weight decay applies; or the name of a signal with a number for each entry.
         """
-        stack, path, rates = blocks.stack, blocks.stack_state.path, self.step.rates
-        if source in self.step.signals:
-            return stack.gather(self.step.signals[source])
+        stack, path, rates = blocks.stack, blocks.stack_state.path, self.inputs.rates
+        if source in self.inputs.signals:
+            return stack.gather(self.inputs.signals[source])
         if source == "parameters":
             return stack.gather(self.decaying)
-        gradient, decays = self.step.gather(blocks), rates.decays_gradients(path)
+        gradient = gather_gradients(blocks, self.inputs.gradients, self.inputs.survey)
+        decays = rates.decays_gradients(path)
         both = gradient, stack.gather(self.iterates.parameters) if decays else gradient
         return rates.map_rows(path, stack.param_ids, decayed_gradient, *both) if decays else gradient
+
+    def learning_rate(self, blocks: ActiveBlocks) -> Tensor | float:
+        """Return the learning rate of n blocks, whose parameters are all in one param group."""
+        return self.inputs.rates.step_rates(blocks.stack_state.path, blocks.stack.positions[0]).lr
 
     def parameter_rms(self, blocks: ActiveBlocks) -> Tensor:
         """Return `[n]`, for each of n blocks the root mean square of its full parameter."""
@@ -209,17 +142,17 @@ class LocalStep:
         the parameters.
         """
         asking = np.unique(np.concatenate([x.stack.param_ids for x in self._stacks if "parameter_rms" in x.signals]))
-        return self._rms_of(asking[self.step.active[asking]].tolist())
+        return self._rms_of(asking[self.inputs.active[asking]].tolist())
 
     def _rms_of(self, positions: Sequence[int]) -> dict[int, Tensor]:
         """Return the root mean squares, 0-d, of parameters that this process holds whole, by their position in the set.
 
         positions: positions of the parameters in the parameter set.
         """
-        found = dict[int, Tensor]()
+        values = dict[int, Tensor]()
         for places, norms in norms_by_dtype([self.iterates.parameters[position] for position in positions]):
-            found |= self._rms_from_norms([positions[place] for place in places], norms)
-        return found
+            values |= self._rms_from_norms([positions[place] for place in places], norms)
+        return values
 
     def _rms_from_norms(self, positions: Sequence[int], norms: Tensor) -> dict[int, Tensor]:
         """Return the root mean squares, 0-d, of full parameters, by their position in the parameter set.
@@ -265,8 +198,8 @@ class LocalStep:
 
 Provider = Callable[[ActiveBlocks, LocalStep], Tensor | float]
 PROVIDERS: Mapping[str, Provider] = {
-    "lr": lambda blocks, own: own.step.rates.step_rates(blocks.stack_state.path, blocks.stack.positions[0]).lr,
-    "parameter_rms": lambda blocks, own: own.parameter_rms(blocks),
+    "lr": lambda blocks, exchange: exchange.learning_rate(blocks),
+    "parameter_rms": lambda blocks, exchange: exchange.parameter_rms(blocks),
 }
 """Mapping from the name of a signal to the function that computes the signal for n active blocks of a stack, as a
 number or `[n]`."""
@@ -286,25 +219,26 @@ def find_signals(blocks: ActiveBlocks, exchange: LocalStep) -> dict[str, Tensor 
     - "partner": `[n, p, r]`, for each block a matrix of the other factor of its parameter's product, such as the value
       or the gradient of that factor. Shorter matrices are filled up with zeros.
     """
-    state, step, found = blocks.stack_state, exchange.step, dict[str, Tensor | float]()
-    if not (state.signals or state.totals):
-        return found
-    stack, known = blocks.stack, known_signals()
-    for name in sorted(PROVIDERS.keys() & state.signals):
-        found[name] = PROVIDERS[name](blocks, exchange)
-    for name in sorted(step.signals.keys() & state.signals):
-        value = step.signals[name]
+    stack_state, stack, given = blocks.stack_state, blocks.stack, exchange.inputs.signals
+    values = dict[str, Tensor | float]()
+    if not (stack_state.signals or stack_state.totals):
+        return values
+    known = known_signals()
+    for name in sorted(PROVIDERS.keys() & stack_state.signals):
+        values[name] = PROVIDERS[name](blocks, exchange)
+    for name in sorted(given.keys() & stack_state.signals):
+        value = given[name]
         match known[name].extent:
             case "entry":
-                found[name] = exchange.gather(blocks, name)
+                values[name] = exchange.gather(blocks, name)
             case "input_matrix" if len(stack.block) == 1:
                 pass
             case "input_matrix" | "output_matrix":
-                found[name] = side_blocks(stack, value)
+                values[name] = side_blocks(stack, value)
             case "partner":
-                found[name] = stacked_rows(value, stack.param_ids.tolist(), stack.dtype)
+                values[name] = stacked_rows(value, stack.param_ids.tolist(), stack.dtype)
             case "parameter":
-                found[name] = value[blocks.param_index].to(stack.dtype)
+                values[name] = value[blocks.param_index].to(stack.dtype)
             case "step":
-                found[name] = value
-    return {**found, **{key: step.signals[key] for key in state.totals}}
+                values[name] = value
+    return {**values, **{key: given[key] for key in stack_state.totals}}

@@ -17,13 +17,11 @@ A captured step (`capture.py`) reads the learning rate and the step on the devic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from eigengraft.blocking.stacks import BYTES_ELSEWHERE, BYTES_ON_CPU
@@ -41,9 +39,8 @@ from eigengraft.slots import StateKey, dotted
 from ..recipe.recipe import Recipe, Route
 from ..stacks.stack import ActiveBlocks, StackState
 from ..write.write import put, where_masked
-from .exchange import Step, StepNumbers
-from .program import StackStep
-from .traced import Program
+from .gradients import gather_gradients
+from .inputs import StepInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +70,17 @@ def declared_moments(rule: Recipe | Route, block: tuple[int, ...]) -> tuple[Firs
     return (first, second) if isinstance(first, FirstMoment) and isinstance(second, SecondMoment) else None
 
 
-def fused_adam(own: StackState, first: FirstMoment, second: SecondMoment) -> FusedAdam:
+def fused_adam(stack_state: StackState, first: FirstMoment, second: SecondMoment) -> FusedAdam:
     """Return the arguments of torch's fused Adam kernel that stay the same in all steps: betas, eps, names of slots.
 
     The caller has checked that the kernel can compute the chain of this stack (`not_fused`).
 
     first, second: the moments that the two stages of the chain declare in `Traits.moment`.
     """
-    names = moment_slots(own.rule, own.path, first, second)
-    small = math.prod(own.stack.block) < JOINED_IN_KERNEL and len(own.stack.param_ids) > 1
-    constants = first.beta, second.beta, second.eps, own.tensors[names[0]].dtype
-    return FusedAdam(names, constants, small and own.stack.device.type == "cpu", own.host_factors)
+    stack, names = stack_state.stack, moment_slots(stack_state.rule, stack_state.path, first, second)
+    small = math.prod(stack.block) < JOINED_IN_KERNEL and len(stack.param_ids) > 1
+    constants = first.beta, second.beta, second.eps, stack_state.tensors[names[0]].dtype
+    return FusedAdam(names, constants, small and stack.device.type == "cpu", stack_state.host_factors)
 
 
 def moment_slots(rule: Recipe | Route, path: str, *moments: FirstMoment | SecondMoment) -> tuple[str, str]:
@@ -178,7 +175,7 @@ class _Call:
     shrink: factor 1 - lr alpha by which the parameters are multiplied after their update, in a separate operation,
         because the kernel decays only before the update. None: no decay follows the update.
     step: the step as a 0-d float32 tensor on the device.
-    found_inf: 0-d on the device, as in `Step`.
+    found_inf: 0-d on the device, as in `StepInputs`.
     entries: tensors of one dtype and equal strides, which the kernel updates in place.
     copied: tensors whose parameter or gradient differs from the state in dtype or strides; the kernel updates copies.
     back: pairs of a parameter and its copy; after the kernel the copy is written back.
@@ -207,9 +204,9 @@ class _Call:
         pieces = [(parameter, gradient, m, v)]
         if self.device.type == "cpu" and parameter.is_contiguous() and gradient.is_contiguous():
             pieces = list(zip(*(torch.split(x.view(-1), CHUNK_ENTRIES) for x in pieces[0]), strict=True))
-        for own in pieces:
-            self.copied.append(own)
-            self._count(own[2])
+        for piece in pieces:
+            self.copied.append(piece)
+            self._count(piece[2])
 
     def add_stack(self, parameters: Sequence[Tensor], joined: _Entries) -> None:
         """Add all parameters of a stack of small blocks to the call, in joined copies `[N, *block]`.
@@ -218,7 +215,7 @@ class _Call:
         """
         rows, shape = joined[0].unbind(), joined[0].shape[1:]
         pairs = zip(parameters, rows, strict=True)
-        self.back += [(own, row if own.shape == shape else row.view(own.shape)) for own, row in pairs]
+        self.back += [(x, row if x.shape == shape else row.view(x.shape)) for x, row in pairs]
         self.entries.append(joined)
         self._count(joined[2])
 
@@ -236,8 +233,9 @@ class _Call:
         if self.entries or padded:
             self._launch(*(list(column) for column in zip(*self.entries, *padded, strict=True)))
         if ends:
-            sizes, ((p, _, m, v),), own = [p.numel() for p, *_ in ends], padded, list(zip(*ends, strict=True))
-            for targets, buffer in ((own[0], p), (own[2], m), (own[3], v)):
+            sizes, ((p, _, m, v),) = [p.numel() for p, *_ in ends], padded
+            parameters, _, first, second = zip(*ends, strict=True)
+            for targets, buffer in ((parameters, p), (first, m), (second, v)):
                 torch._foreach_copy_(list(targets), list(torch.split(buffer[: sum(sizes)], sizes)))
         if self.back:
             targets, sources = zip(*self.back, strict=True)
@@ -256,12 +254,12 @@ class _Call:
     def _cut_ends(self) -> list[_Entries]:
         """Cut each tensor after its last multiple of `VECTOR` entries, and return the ends that were cut off."""
         kept, ends = list[_Entries](), list[_Entries]()
-        for own in self.entries:
-            size = own[0].numel()
+        for entries in self.entries:
+            size = entries[0].numel()
             if not (rest := size % VECTOR):
-                kept.append(own)
+                kept.append(entries)
                 continue
-            p, g, m, v = (x.view(-1) for x in own)
+            p, g, m, v = (x.view(-1) for x in entries)
             if size > rest:
                 kept.append((p[:-rest], g[:-rest], m[:-rest], v[:-rest]))
             ends.append((p[-rest:], g[-rest:], m[-rest:], v[-rest:]))
@@ -269,10 +267,10 @@ class _Call:
         return ends
 
     def _launch(self, parameters: list[Tensor], gradients: list[Tensor], m: list[Tensor], v: list[Tensor]) -> None:
-        own, lr = self.numbers, self.lr
+        numbers, lr = self.numbers, self.lr
         if isinstance(lr, Tensor) and not lr.is_cpu:
             lr = lr.to(torch.float32)
-        kernel = torch._fused_adam_ if own.in_gradient else torch._fused_adamw_
+        kernel = torch._fused_adam_ if numbers.in_gradient else torch._fused_adamw_
         kernel(
             parameters,
             gradients,
@@ -281,10 +279,10 @@ class _Call:
             [],
             [self.step] * len(parameters),
             lr=lr,
-            beta1=own.beta1,
-            beta2=own.beta2,
-            weight_decay=0.0 if own.after else own.decay,
-            eps=own.eps,
+            beta1=numbers.beta1,
+            beta2=numbers.beta2,
+            weight_decay=0.0 if numbers.after else numbers.decay,
+            eps=numbers.eps,
             amsgrad=False,
             maximize=False,
             found_inf=self.found_inf,
@@ -314,54 +312,54 @@ def _padded(ends: Sequence[_Entries]) -> list[_Entries]:
     if not ends:
         return []
     missing = -sum(p.numel() for p, *_ in ends) % VECTOR
-    p, g, m, v = (torch.cat([*own, own[0].new_zeros(missing)]) for own in zip(*ends, strict=True))
+    p, g, m, v = (torch.cat([*column, column[0].new_zeros(missing)]) for column in zip(*ends, strict=True))
     return [(p, g, m, v)]
 
 
-class InPlaceStep:
-    """One step of the stacks of a parameter set whose blocks are updated within the memory of their parameters.
+class FusedCalls:
+    """The calls of fused kernels in one step of a parameter set.
 
-    Stacks that fused kernels update are added (`add`), then updated at once (`run`).
+    Stacks that fused kernels update are added (`add`), then updated at once (`run`), in the memory of their parameters.
 
-    step: gradients and rates of the step.
-    counts: `[P]`, number of gradients that each of the P parameters has had, including this step's.
-    held: P tensors, the part of each parameter that this rank holds.
+    inputs: inputs of the step.
     """
 
-    def __init__(self, step: Step, counts: NDArray[np.int64], held: Sequence[Tensor]) -> None:
-        self.step, self.counts, self.held = step, counts, held
+    def __init__(self, inputs: StepInputs) -> None:
+        self.inputs = inputs
         self._calls: dict[_Numbers, _Call] = {}
-        self._found: dict[tuple[object, ...], _Call | None] = {}
+        self._call_of: dict[tuple[object, ...], _Call | None] = {}
         self._copies: list[_Copies] = []
-        own, group = counts.tolist(), step.rates.same
-        self._alike = None if group is None or own.count(own[0]) < len(own) else (group, own[0], 1.0)
+        counts, group = inputs.counts.tolist(), inputs.rates.same
+        alike = group is not None and counts.count(counts[0]) == len(counts)
+        self._alike = (group, counts[0], 1.0) if group is not None and alike else None
 
     def add(self, adam: FusedAdam, blocks: ActiveBlocks) -> bool:
         """Add the active blocks of a stack to the calls of fused kernels.
 
         If no fused kernel can compute this stack's step, add nothing and return False.
         """
-        stack, gradients = blocks.stack, self.step.gradients
+        inputs, stack = self.inputs, blocks.stack
         chosen = [(rows, self._call(adam, blocks, rows[0], kind)) for kind, rows in self._kinds(adam, blocks)]
         calls = [(rows, call) for rows, call in chosen if call is not None]
         if len(calls) < len(chosen):
             return False
-        held = [self.held[position] for position in stack.positions]
-        if self.step.mask is not None:
-            made = _Copies.of(adam, blocks, self.step.mask, held)
+        held = [inputs.held[position] for position in stack.positions]
+        if inputs.mask is not None:
+            made = _Copies.of(adam, blocks, inputs.mask, held)
             if sum(copies.nbytes for copies in (made, *self._copies)) > _copy_limit(stack.device):
                 self.run()  # of the stacks before
             self._copies.append(made)
         if adam.small and blocks.places is None and len(calls) == 1:
             # made contiguous, because torch joins tensors in the format channels_last to a tensor in this format
-            ours, given = stack.gather(self.held).contiguous(), self.step.gather(blocks).contiguous()
+            gathered = gather_gradients(blocks, inputs.gradients, inputs.survey)
+            ours, given = stack.gather(inputs.held).contiguous(), gathered.contiguous()
             first, second = (blocks.stack_state.tensors[name] for name in adam.names)
             calls[0][1].add_stack(held, (ours, given, first, second))
             return True
         places, (m, v) = blocks.row_numbers, map(blocks.stack_state.parameter_rows, adam.names)
         for rows, call in calls:
             for row in rows:
-                call.add(held[row], gradients[stack.positions[row]], m[places[row]], v[places[row]])
+                call.add(held[row], inputs.gradients[stack.positions[row]], m[places[row]], v[places[row]])
         return True
 
     def run(self) -> None:
@@ -379,11 +377,10 @@ class InPlaceStep:
         ids, factors = blocks.stack.param_ids, adam.factors
         if factors is None and self._alike is not None:
             return [(self._alike, range(len(ids)))]
-        own = [1.0] * len(ids) if factors is None else [factors[place] for place in blocks.row_numbers]
+        rates, counts = self.inputs.rates.alike[ids].tolist(), self.inputs.counts[ids].tolist()
+        of_blocks = [1.0] * len(ids) if factors is None else [factors[place] for place in blocks.row_numbers]
         kinds: dict[_Kind, list[int]] = {}
-        for row, kind in enumerate(
-            zip(self.step.rates.alike[ids].tolist(), self.counts[ids].tolist(), own, strict=True)
-        ):
+        for row, kind in enumerate(zip(rates, counts, of_blocks, strict=True)):
             kinds.setdefault(kind, []).append(row)
         return kinds.items()
 
@@ -400,78 +397,30 @@ class InPlaceStep:
         """
         path, (group, step, factor) = blocks.stack_state.path, kind
         key = (path, group, step, factor, adam.constants)
-        if key not in self._found:
-            scale = self.step.rates.step_rates(path, blocks.stack.positions[row])
-            self._found[key] = None
-            if not isinstance(scale.alpha, Tensor):
-                lr, in_gradient, after = scale.lr, scale.decay.in_gradient, scale.decay.after
-                decay = float(scale.gradient_rate if in_gradient else scale.alpha / factor)
+        if key not in self._call_of:
+            rates, call = self.inputs.rates.step_rates(path, blocks.stack.positions[row]), None
+            if not isinstance(rates.alpha, Tensor):
+                lr, in_gradient, after = rates.lr, rates.decay.in_gradient, rates.decay.after
+                decay = float(rates.gradient_rate if in_gradient else rates.alpha / factor)
                 rate = (id(lr), factor) if isinstance(lr, Tensor) else lr * factor
-                own = _Numbers(rate, decay, in_gradient, after, step, *adam.constants)
-                if own not in self._calls:
-                    shrink = scale.shrink if after and decay else None
-                    at = self.step.step_numbers.count(blocks.stack_state, step)
-                    scaled, found_inf = lr if factor == 1 else lr * factor, self.step.found_inf
-                    self._calls[own] = _Call(own, scaled, shrink, blocks.stack.device, at, found_inf)
-                self._found[key] = self._calls[own]
-        return self._found[key]
+                numbers = _Numbers(rate, decay, in_gradient, after, step, *adam.constants)
+                if numbers not in self._calls:
+                    shrink = rates.shrink if after and decay else None
+                    count = self._count(blocks.stack_state, step)
+                    scaled, found_inf = lr if factor == 1 else lr * factor, self.inputs.found_inf
+                    self._calls[numbers] = _Call(numbers, scaled, shrink, blocks.stack.device, count, found_inf)
+                call = self._calls[numbers]
+            self._call_of[key] = call
+        return self._call_of[key]
+
+    def _count(self, stack_state: StackState, step: int) -> Tensor:
+        """Return the step count of the blocks of a stack as a 0-d float32 tensor on their device."""
+        numbers = self.inputs.numbers
+        if numbers is not None:
+            return numbers.counts[stack_state.number]
+        return torch.full((), float(step), dtype=torch.float32, device=stack_state.stack.device)
 
 
 _Kind = tuple[int, int, float]
 """Numbers that blocks of one kind share: the group of parameters with equal rates (`Rates.alike`), the step, and the
 factor of the learning rate."""
-
-
-Way = Literal["fused", "in chunks", "compiled"]
-"""A way in which steps run that is faster than stages on the whole stack."""
-
-
-@dataclass(frozen=True)
-class Execution:
-    """Decides how the steps of a stack (equal blocks of many parameters, as one tensor `[N, *block]`) are computed.
-
-    In this class, stages compute the directions of all blocks together. Subclasses compute most steps in a faster way,
-    and all other steps as this class does.
-
-    why_not: by name of a faster way that cannot be used, the reason why.
-    """
-
-    why_not: Mapping[Way, str] = field(default_factory=dict)
-    by_parameter: ClassVar[bool] = False
-    """True if every parameter is updated by itself, so that its bits do not depend on other parameters."""
-    compiled: ClassVar[bool] = False
-    """True if the stack has a compiled program."""
-
-    @property
-    def programs(self) -> Sequence[Program]:
-        """The programs that a CUDA graph of this stack may contain. Empty if the stack has no traced program."""
-        return ()
-
-    def update(self, blocks: ActiveBlocks, step: InPlaceStep) -> bool:
-        """Update active blocks within the memory of their parameters, without a copy in a stack.
-
-        Return False, and change nothing, if the blocks cannot be updated in this way in this step.
-        """
-        return False
-
-    def direction(self, step: StackStep, numbers: StepNumbers) -> Tensor:
-        """Return the directions of all active blocks of a stack, `[n, *block]`.
-
-        numbers: numbers that depend on the step count, such as bias corrections. If `numbers.captured`, a CUDA graph
-            captures the step, and a traced program computes the directions.
-        """
-        return step.direction()
-
-
-@dataclass(frozen=True)
-class Fused(Execution):
-    """Runs the steps of a stack by torch's fused Adam kernel, which updates parameters and state in one pass.
-
-    adam: arguments of the kernel.
-    """
-
-    adam: FusedAdam = field(kw_only=True)
-    by_parameter = True
-
-    def update(self, blocks: ActiveBlocks, step: InPlaceStep) -> bool:
-        return step.add(self.adam, blocks)

@@ -27,7 +27,7 @@ from eigengraft.numerics import (
 )
 
 from ..stacks.rank_checks import RankSurvey
-from ..stacks.stack import StackState
+from ..stacks.stack import ActiveBlocks, StackState
 from ..write.failure import Failure
 from ..write.write import Rates
 
@@ -211,6 +211,20 @@ class LocalSurvey:
 
 GradientSurvey = LocalSurvey | RankSurvey
 """Facts about the gradients of P parameters, in one process or on several ranks."""
+
+
+def gather_gradients(blocks: ActiveBlocks, gradients: Sequence[Any], survey: GradientSurvey) -> Tensor:
+    """Return the gradients of blocks as one tensor `[n, *block]`. The caller must not write to this tensor.
+
+    The check of the gradients has gathered those of small stacks already. Such a tensor is removed from
+    `survey.gathered`, so that its memory is freed after use.
+
+    gradients: by position, the gradients of the parameters.
+    survey: facts about the same gradients.
+    """
+    gathered = survey.gathered.pop(blocks.stack_state.number, None)
+    return blocks.stack.gather(gradients) if gathered is None or blocks.places is not None else gathered
+
 
 STALLED = 10
 """Number of steps in a row without a usable gradient after which the run counts as lost, and a warning is issued."""

@@ -28,12 +28,13 @@ from eigengraft.signals import known_signals, requested
 
 from ..recipe.recipe import Recipe
 from ..stacks.placement import ParamSpec
-from ..stacks.rank_checks import RankChecks, step_numbers
+from ..stacks.rank_checks import RankChecks, agreed_numbers
 from ..stacks.stack import ActiveBlocks, StackState, round_bytes, sends_parameters
 from ..write import IterateStore
 from ..write.write import EntryUpdates, StepRates, after_write, decayed_gradient
-from .exchange import LocalExchange, LocalStep, Step, Write, decay_source
+from .exchange import LocalExchange, LocalStep, Write, decay_source
 from .gradients import GivenGradients, GradientSurvey
+from .inputs import StepInputs
 
 
 class RankExchange(LocalExchange):
@@ -94,7 +95,7 @@ class RankExchange(LocalExchange):
         self.at_end = sorted({*empty, *self.exchanged} if self.moves_at_once else empty if iterates else ())
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
-        numbers = step_numbers(given.rates.hypers, given.steps, self._used_gradients.count())
+        numbers = agreed_numbers(given.rates.hypers, given.steps, self._used_gradients.count())
         rank_checks, gather = self.rank_checks, self._backward_gather
         if gather is None:
             return rank_checks.survey(given.gradients, given.present, numbers, self._copied, {})
@@ -105,17 +106,17 @@ class RankExchange(LocalExchange):
         self._gathering = gather.finish(survey.sums)
         return survey
 
-    def begin(self, step: Step, stacks: Sequence[StackState], moved: NDArray[np.bool_], write: Write) -> RankStep:
+    def begin(self, inputs: StepInputs, stacks: Sequence[StackState], write: Write) -> RankStep:
         self._used_gradients.record_step()
         begun, self._gathering = {("gradients", index): work for index, work in self._gathering.items()}, {}
-        return RankStep(self, step, stacks, moved, write, begun)
+        return RankStep(self, inputs, stacks, write, begun)
 
     def gather_parts(self, active: NDArray[np.bool_]) -> None:
         """Exchange updated entries of parameters without owners, if several ranks hold the same entries.
 
         Each of these ranks has updated a part of the entries. It sends this part to the others, and receives theirs.
 
-        active: `[P]`, True for parameters that the step updates (`Step.active`). Entries of all others are not sent.
+        active: `[P]`, True for parameters that the step updates. Entries of all others are not sent.
         """
         self._param_gather.run({i: local(self._parameters[i]).detach() for i in self._gathered if active[i]})
 
@@ -136,30 +137,28 @@ class RankStep(LocalStep):
     All ranks call the same methods in the same order.
 
     exchange: the exchange that has begun this step. It has the plan of the messages, which is the same in all steps.
-    moved: `[P]`, True for parameters that the step changes.
     comm_step: messages of this step.
     """
 
     def __init__(
         self,
         exchange: RankExchange,
-        step: Step,
+        inputs: StepInputs,
         stacks: Sequence[StackState],
-        moved: NDArray[np.bool_],
         write: Write,
         begun: Mapping[tuple[str, int], Work[Tensor]],
     ) -> None:
-        super().__init__(exchange, step, stacks, write)
-        self.exchange, self.moved, self._held = exchange, moved, dict[int, tuple[Tensor, Tensor]]()
+        super().__init__(exchange, inputs, stacks, write)
+        self.exchange, self._held = exchange, dict[int, tuple[Tensor, Tensor]]()
         if exchange.needs_rms:  # computed before a stage reads it, because all ranks must take part in the sum
             self._rms = self._root_mean_squares()
         sources: dict[str, Source] = {"gradients": self._entries}
         if exchange.needs_parameters:
             sources["parameters"] = reading(self.decaying)
-        known = known_signals() if step.signals else {}
-        for name in sorted(known.keys() & step.signals.keys()):  # sorted, because all ranks send in the same order
+        known = known_signals() if inputs.signals else {}
+        for name in sorted(known.keys() & inputs.signals.keys()):  # sorted, because all ranks send in the same order
             if known[name].extent == "entry":
-                sources[name] = reading(step.signals[name])
+                sources[name] = reading(inputs.signals[name])
         self.comm_step = CommStep(exchange.comm_plan, sources, self._receive, begun)
 
     def _root_mean_squares(self) -> dict[int, Tensor]:
@@ -176,13 +175,13 @@ class RankStep(LocalStep):
         position: index of the parameter in the parameter set.
         view: function that selects the entries: it returns a view of them in this rank's shard.
         """
-        gradient: Tensor | None = self.step.gradients[position]
-        path, rates = self.exchange.paths[position], self.step.rates
+        gradient: Tensor | None = self.inputs.gradients[position]
+        path, rates = self.exchange.paths[position], self.inputs.rates
         if gradient is None or not rates.decays_gradients(path):
             return None if gradient is None else view(gradient)
         parameter, dtype = self.iterates.parameters[position], compute_dtype(gradient.dtype)
-        scale = rates.step_rates(path, position)
-        return decayed_gradient(view(gradient).to(dtype), view(parameter).to(dtype), scale)
+        own_rates = rates.step_rates(path, position)
+        return decayed_gradient(view(gradient).to(dtype), view(parameter).to(dtype), own_rates)
 
     def gather(self, blocks: ActiveBlocks, source: str) -> Tensor:
         group = blocks.stack_state.block_group
@@ -200,25 +199,24 @@ class RankStep(LocalStep):
             super().deliver(blocks, direction)
             return
         if self.exchange.sends_parameters:
-            direction = self._written(blocks, direction)
+            direction = self._after_step(blocks, direction)
         self.comm_step.deliver(group, blocks.rows, direction)
 
-    def _written(self, blocks: ActiveBlocks, direction: Tensor) -> Tensor:
+    def _after_step(self, blocks: ActiveBlocks, direction: Tensor) -> Tensor:
         """Return the blocks `[n, *block]` of parameters as they are after the step.
 
         direction: directions `[n, *block]`.
         """
-        state, step = blocks.stack_state, self.step
+        stack_state, inputs = blocks.stack_state, self.inputs
         before = blocks.stack.gather(self.iterates.parameters)
-        apart = state.adds_decay
 
-        def move(x: Tensor, update: Tensor, scale: StepRates) -> Tensor:
-            return after_write(scale.without_decay if apart else scale, x, update)
+        def write(x: Tensor, update: Tensor, rates: StepRates) -> Tensor:
+            return after_write(rates.without_decay if stack_state.adds_decay else rates, x, update)
 
-        after = step.rates.map_rows(state.path, blocks.stack.param_ids, move, before, direction)
-        if step.mask is None:
+        after = inputs.rates.map_rows(stack_state.path, blocks.stack.param_ids, write, before, direction)
+        if inputs.mask is None:
             return after
-        usable = step.mask[blocks.param_index]
+        usable = inputs.mask[blocks.param_index]
         return torch.where(usable.view(-1, *(1 for _ in blocks.stack.block)), after, before)
 
     def _receive(self, arrived: Arrived) -> None:
@@ -235,7 +233,7 @@ class RankStep(LocalStep):
         else:
             rows = [(x.position, x.view(parameters[x.position]), values.to(x.dtype)) for x, values in arrived]
         if self.exchange.sends_parameters:
-            chosen = [(entries, value) for i, entries, value in rows if self.moved[i]]
+            chosen = [(entries, value) for i, entries, value in rows if self.inputs.written[i]]
             copy_all([entries for entries, _ in chosen], [value for _, value in chosen])
         elif self.exchange.moves_at_once:
             self._held.update({i: (entries, value) for i, entries, value in rows})
@@ -243,7 +241,7 @@ class RankStep(LocalStep):
             self.write(EntryUpdates.of_rows(rows))
 
     def finish(self) -> None:
-        active, parameters = self.step.active, self.iterates.parameters
+        active, parameters = self.inputs.active, self.iterates.parameters
         self.comm_step.close()
         del self.comm_step  # breaks a reference cycle, so that tensors are freed at once
         # All ranks must write the same parameters together: constraints sum norms over ranks, and an averaging stores

@@ -9,7 +9,7 @@ reason, and `ParamSet.launch_early` returns False.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from eigengraft.numerics import active_fake_mode, fake_mode
 from eigengraft.preconditioners import FirstMoment, SecondMoment
@@ -18,6 +18,7 @@ from eigengraft.slots import dotted
 
 from ..recipe.recipe import Recipe
 from ..stacks.stack import StackState
+from .capturers import CAPTURERS
 from .exchange import PROVIDERS
 from .fused import moment_slots
 from .gradients import leaves_masks
@@ -91,25 +92,23 @@ def not_compiled(own: StackState, in_place: bool, shared: bool) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def not_captured(stacks: Sequence[StackState], recipe: Recipe, graphs: Collection[str]) -> str | None:
+def not_captured(stack_states: Sequence[StackState], recipe: Recipe) -> str | None:
     """Return the reason why no step of the stacks can be captured in a device graph; None if no reason is known.
 
     Reasons that depend on the traced programs of the stacks are not checked.
-
-    graphs: the device types that have graphs.
     """
-    device = stacks[0].stack.device.type
-    if device not in graphs:
+    device = stack_states[0].stack.device.type
+    if device not in CAPTURERS:
         return f"devices of type {device} have no graphs"
-    if any(own.block_group is not None for own in stacks):
+    if any(stack_state.block_group is not None for stack_state in stack_states):
         return "blocks are sent between ranks"
-    constrained = [dotted(path, "constraints") for path, own in recipe.rules().items() if own.constraints]
+    constrained = [dotted(path, "constraints") for path, rule in recipe.rules().items() if rule.constraints]
     if fields := [*["averaging"] * (recipe.averaging is not None), *constrained]:
         return (
             f"{', '.join(fields)} may use numbers that Python computes in each step, and a graph would repeat the "
             f"numbers of one step; remove {', '.join(fields)}, or set `graph: false`"
         )
-    given = {name for own in stacks for name in (*own.signals, *own.totals)} - _CAPTURED_SIGNALS
+    given = {name for state in stack_states for name in (*state.signals, *state.totals)} - _CAPTURED_SIGNALS
     if given:
         return f"stages request signals whose memory has another address in each step ({', '.join(sorted(given))})"
     return None

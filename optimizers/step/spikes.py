@@ -20,8 +20,8 @@ from eigengraft.distributed.rank_group import RankGroup
 from eigengraft.numerics import has_values, kept_on_device, may_branch_on_values, number_like
 
 from ..write.failure import Spike
-from .exchange import Step
 from .gradients import multiply_gradients
+from .inputs import StepInputs
 from .step import ParamSet, ReadySteps
 
 
@@ -139,25 +139,25 @@ class SpikeCheck:
         Raises ValueError if the rule compares losses and a rank has no loss. On an accelerator only the rank without a
         loss raises it.
         """
-        steps = [step for _, step in ready if step is not None]
-        if not steps or not has_values(ready[0][0].parameters[0]):
+        given = [inputs for _, inputs in ready if inputs is not None]
+        if not given or not has_values(ready[0][0].parameters[0]):
             return ready
-        device = steps[0].survey.device
+        device = given[0].survey.device
         self.to(device)
-        value = self._loss(ready, loss, device) if self.rule.measure == "loss" else gradient_norm(steps)
-        masks = [_of_active(step, step.mask) for step in steps if step.mask is not None]
+        value = self._loss(ready, loss, device) if self.rule.measure == "loss" else gradient_norm(given)
+        masks = [_of_active(inputs, inputs.mask) for inputs in given if inputs.mask is not None]
         # in a step without a usable gradient, no loss and no norm enters the window
-        if len(masks) == len(steps):
+        if len(masks) == len(given):
             used = torch.stack([mask.any().to(device) for mask in masks]).any()
             value = torch.where(used, value, torch.nan)
         spike, factor = self.observe(value)
         if not may_branch_on_values(spike):
-            return [(own, step and self._changed(own, step, spike, factor)) for own, step in ready]
+            return self._all_changed(ready, spike, factor)
         if not spike:
             return ready
         if self.rule.then == "skip":
-            return [(own, None) for own, _ in ready]
-        return [(own, step and self._changed(own, step, spike, float(factor))) for own, step in ready]
+            return [(param_set, None) for param_set, _ in ready]
+        return self._all_changed(ready, spike, float(factor))
 
     def _loss(self, ready: ReadySteps, loss: Tensor | float | None, device: torch.device) -> Tensor:
         """Return the mean of the loss over the ranks that share parameters, 0-d float64.
@@ -165,7 +165,10 @@ class SpikeCheck:
         ready, loss: as in `apply`.
         device: device of the result.
         """
-        zero, ranks = torch.zeros((), dtype=torch.float64, device=device), ranks_of([own for own, _ in ready])
+        zero, ranks = (
+            torch.zeros((), dtype=torch.float64, device=device),
+            ranks_of([param_set for param_set, _ in ready]),
+        )
         value = zero if loss is None else number_like(loss, zero).detach().reshape(())
         both = torch.stack([value, zero if loss is not None else zero + 1])
         if ranks is not None:
@@ -180,7 +183,14 @@ class SpikeCheck:
             )
         return torch.where(absent == 0, value, torch.nan)
 
-    def _changed(self, param_set: ParamSet, step: Step, spike: Tensor, factor: float | Tensor) -> Step:
+    def _all_changed(self, ready: ReadySteps, spike: Tensor, factor: float | Tensor) -> ReadySteps:
+        """Return the steps of all parameter sets, each changed by `_changed`."""
+        return [
+            (param_set, None if inputs is None else self._changed(param_set, inputs, spike, factor))
+            for param_set, inputs in ready
+        ]
+
+    def _changed(self, param_set: ParamSet, inputs: StepInputs, spike: Tensor, factor: float | Tensor) -> StepInputs:
         """Return the step of a parameter set, changed as the recipe says in `failure.spike.then`: skipped, with a
         scaled update, or with clipped gradients.
 
@@ -192,39 +202,39 @@ class SpikeCheck:
         device = param_set.parameters[0].device
         spike, factor = spike.to(device), factor.to(device) if isinstance(factor, Tensor) else factor
         if self.rule.then == "skip":
-            return replace(step, mask=param_set.finite_check.stop(step.active, step.mask, ~spike))
+            return replace(inputs, mask=param_set.finite_check.stop(inputs.active, inputs.mask, ~spike))
         if self.rule.then == "scale":
-            return replace(step, rates=replace(step.rates, factor=factor))
-        multiply_gradients(step.gradients, factor)
-        return replace(step, survey=step.survey.scaled(factor))
+            return replace(inputs, rates=replace(inputs.rates, factor=factor))
+        multiply_gradients(inputs.gradients, factor)
+        return replace(inputs, survey=inputs.survey.scaled(factor))
 
 
-def gradient_norm(steps: Sequence[Step]) -> Tensor:
+def gradient_norm(steps: Sequence[StepInputs]) -> Tensor:
     """Return the norm of all gradients that several parameter sets use in one step, 0-d float64.
 
-    steps: the step of each parameter set.
+    steps: the inputs of the step of each parameter set.
     """
-    squares = [_used_squares(step) for step in steps]
+    squares = [_used_squares(inputs) for inputs in steps]
     return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
 
 
-def _used_squares(step: Step) -> Tensor:
+def _used_squares(inputs: StepInputs) -> Tensor:
     """Return the sum of squares of the usable gradients of all parameters that the step updates."""
-    squares = step.survey.squares
-    squares = squares if step.mask is None else torch.where(step.mask, squares, 0.0)
-    if not step.active.all():
-        squares = squares.index_fill(0, kept_on_device(np.flatnonzero(~step.active), squares.device), 0.0)
+    squares = inputs.survey.squares
+    squares = squares if inputs.mask is None else torch.where(inputs.mask, squares, 0.0)
+    if not inputs.active.all():
+        squares = squares.index_fill(0, kept_on_device(np.flatnonzero(~inputs.active), squares.device), 0.0)
     return squares.sum()
 
 
-def _of_active(step: Step, values: Tensor) -> Tensor:
+def _of_active(inputs: StepInputs, values: Tensor) -> Tensor:
     """Return the values of the parameters that the step updates, from the values `[P]` of all parameters."""
-    return values if step.active.all() else values[kept_on_device(np.flatnonzero(step.active), values.device)]
+    return values if inputs.active.all() else values[kept_on_device(np.flatnonzero(inputs.active), values.device)]
 
 
 def ranks_of(param_sets: Iterable[ParamSet]) -> RankGroup | None:
     """Return the largest group of ranks that share parameters, or None if this process shares no parameters."""
-    groups = [own.rank_group.all_ranks for own in param_sets if own.rank_group is not None]
+    groups = [x.rank_group.all_ranks for x in param_sets if x.rank_group is not None]
     return max(groups, key=lambda group: group.size, default=None)
 
 
@@ -233,9 +243,9 @@ def require_same_ranks(param_sets: Sequence[ParamSet]) -> None:
 
     Different groups of ranks could decide differently about a spike.
     """
-    groups = {None if own.rank_group is None else own.rank_group.all_ranks.members: own for own in param_sets}
+    groups = {None if x.rank_group is None else x.rank_group.all_ranks.members: x for x in param_sets}
     if len(groups) > 1:
-        names = " and ".join(own.names[0] for own in [*groups.values()][:2])
+        names = " and ".join(param_set.names[0] for param_set in [*groups.values()][:2])
         raise ValueError(
             f"failure.spike: {names} are shared by different ranks, which could decide differently about a step; "
             "remove failure.spike, or make one optimizer for each group of ranks"

@@ -27,13 +27,14 @@ from ..write import IterateStore, ParameterUpdate
 from ..write.averaging import Mode
 from ..write.write import EntryUpdates, Hyper, Rates, write
 from .capture import Graphs
-from .exchange import LocalExchange, LocalStep, Step, decay_source, find_signals
-from .execution import choose_execution
-from .fused import Execution, Fused, InPlaceStep
+from .exchange import LocalExchange, LocalStep, decay_source, find_signals
+from .execution import Execution, Fused, choose_execution
+from .fused import FusedCalls
 from .gradients import FiniteCheck, GivenGradients, GradientCheck, LossScale, copy_answers
+from .inputs import StepInputs
 from .offload import OffloadedState
-from .program import StackStep, run_together, sharing_sums
 from .rank_exchange import RankExchange
+from .stack_step import StackStep, run_together, sharing_sums
 
 _is_none = partial(is_, None)
 
@@ -80,23 +81,22 @@ class ParamSet:
         self._begun = self.step_counts > 0
         self._nonempty = np.array([math.prod(spec.shape) > 0 for spec in specs], dtype=np.bool_)
         self._nonempty.setflags(write=False)
-        self._all_nonempty = bool(self._nonempty.all())
         self._groups = np.array([spec.group for spec in specs], dtype=np.int64)
         self._known_groups = np.unique(self._groups).tolist()
         self._update_ids = np.unique([spec.path for spec in specs], return_inverse=True)[1]
         self._priming = np.array([self.rules[spec.path].lagging() for spec in specs], dtype=np.int64)
         self.stack_states, self.block_groups = build(specs, recipe, phases, rank_group)
-        for number, own in enumerate(self.stack_states):
-            own.number = number
-        self._counts_failures = [own for own in self.stack_states if own.failure_counts]
-        spans = any(own.spans for own in self.stack_states)
-        self.together = sharing_sums(self.stack_states) if spans else [[own] for own in self.stack_states]
-        offloads = any(own.host_buffers for own in self.stack_states)
+        for number, stack_state in enumerate(self.stack_states):
+            stack_state.number = number
+        self._counts_failures = [x for x in self.stack_states if x.failure_counts]
+        spans = any(x.spans for x in self.stack_states)
+        self.together = sharing_sums(self.stack_states) if spans else [[x] for x in self.stack_states]
+        offloads = any(x.host_buffers for x in self.stack_states)
         self.offloaded = OffloadedState(self.together, specs[0].device) if offloads else None
-        shared = {own.number for together in self.together if len(together) > 1 for own in together}
+        shared = {x.number for group in self.together if len(group) > 1 for x in group}
         self.executions = [
-            choose_execution(own, recipe, [specs[at] for at, _ in own.stack.grids], own.number in shared)
-            for own in self.stack_states
+            choose_execution(x, recipe, [specs[at] for at, _ in x.stack.grids], x.number in shared)
+            for x in self.stack_states
         ]
         self.graphs = Graphs(self.together, recipe, self.executions, self._run) if recipe.graph else None
         constraints, paths = {at: rule.constraints for at, rule in self.rules.items()}, [spec.path for spec in specs]
@@ -112,7 +112,7 @@ class ParamSet:
         self._keeps_iterates = bool(self.iterates)
         # a graph reads gradients at fixed addresses, so the check of gradients does not copy gradients of small
         # parameters into stacks
-        small = [own for own in self.stack_states if own.stack.joins and self.graphs is None]
+        small = [x for x in self.stack_states if x.stack.joins and self.graphs is None]
         self.exchange = (
             LocalExchange(specs, self.iterates, recipe.failure.roots, small)
             if rank_checks is None
@@ -131,8 +131,8 @@ class ParamSet:
         kinds = {(group.path, group.shape) for group in self.block_groups}
         kinds |= {(state.path, state.stack.block) for state in self.stack_states}
         slots = [(path, slot_keys(self.rules[path], path, block)) for path, block in kinds]
-        found = {key.name: path for path, own in slots for key, slot in own.items() if slot.total}
-        return dict(sorted(found.items()))
+        totals = {key.name: path for path, keys in slots for key, slot in keys.items() if slot.total}
+        return dict(sorted(totals.items()))
 
     @property
     def real_parameters(self) -> Sequence[Tensor]:
@@ -150,8 +150,8 @@ class ParamSet:
             self.offloaded.finish()
         left, bad = self.finite_check.resolve_deferred()
         self._count_back(left)
-        for own in self._counts_failures:
-            self._report_failed_roots(own, wait=True)
+        for stack_state in self._counts_failures:
+            self._report_failed_roots(stack_state, wait=True)
         self.finite_check.raise_nonfinite(
             bad, "these gradients were those of the previous step, which did not change these parameters"
         )
@@ -177,9 +177,9 @@ class ParamSet:
 
         Slots of role "pending" store the results until these take effect.
         """
-        for own in self.stack_states:
-            if own.refreshes is not None:
-                own.refreshes.finish_all()
+        for stack_state in self.stack_states:
+            if stack_state.refreshes is not None:
+                stack_state.refreshes.finish_all()
 
     def note_counts(self) -> None:
         """Record which parameters have been updated before. Called after other code, such as a load, has set step
@@ -263,31 +263,31 @@ class ParamSet:
         only: `[P]`, True for parameters to check, if the step updates its parameters in several calls. None: all.
         """
         self.local[:] = self._local(self.parameters)
-        found = [p.grad if only is None or only[at] else None for at, p in enumerate(self.parameters)]
-        if self.rank_group is not None or any_dtensors(found):
-            places = range(len(found)) if only is None else np.flatnonzero(only).tolist()
-            own_names, parameters = [self.names[at] for at in places], [self.parameters[at] for at in places]
-            held = local_gradients(own_names, parameters, self.rank_group)
-            for at, gradient in zip(places, held, strict=True):
-                found[at] = gradient
+        gradients = [p.grad if only is None or only[at] else None for at, p in enumerate(self.parameters)]
+        if self.rank_group is not None or any_dtensors(gradients):
+            places = range(len(gradients)) if only is None else np.flatnonzero(only).tolist()
+            names, parameters = [self.names[at] for at in places], [self.parameters[at] for at in places]
+            shards = local_gradients(names, parameters, self.rank_group)
+            for at, shard in zip(places, shards, strict=True):
+                gradients[at] = shard
         if self._complex:
-            found = [None if gradient is None else as_pairs(gradient) for gradient in found]
+            gradients = [None if gradient is None else as_pairs(gradient) for gradient in gradients]
         allowed = None
         if loss_scale is not None:
-            loss_scale.unscale(self.names, found)
+            loss_scale.unscale(self.names, gradients)
             allowed = loss_scale.usable(self.parameters[0].device)
-        given_all = not any(map(_is_none, found))
-        present = self._nonempty if given_all else self._nonempty & [gradient is not None for gradient in found]
-        own = {group: hypers[group].on(self.parameters[0].device) for group in self._known_groups}
-        rates = Rates(self.recipe.weight_decay, self._routes, own, self._groups, self.iterates.shard_sums is None)
+        complete = not any(map(_is_none, gradients))
+        present = self._nonempty if complete else self._nonempty & [gradient is not None for gradient in gradients]
+        values = {group: hypers[group].on(self.parameters[0].device) for group in self._known_groups}
+        rates = Rates(self.recipe.weight_decay, self._routes, values, self._groups, self.iterates.shard_sums is None)
         given = GivenGradients(
-            found, present, self._linear, rates, max(self.step_counts.tolist()), allowed, more=only is not None
+            gradients, present, self._linear, rates, max(self.step_counts.tolist()), allowed, more=only is not None
         )
         return self.finite_check.begin(given)
 
     @cached_property
     def _may_launch_early(self) -> bool:
-        """True if fused kernels compute every step of this set, and change nothing if `Step.found_inf` is 1."""
+        """True if fused kernels compute every step of this set, and change nothing if `StepInputs.found_inf` is 1."""
         return (
             self.specs[0].device.type != "cpu"
             and self.rank_group is None
@@ -307,22 +307,21 @@ class ParamSet:
         not read the check, not all parameters are updated by torch's fused kernels, a learning rate is a tensor, or
         `inspect` or `checked=True` observes the stages.
         """
-        given, answers = check.given, check.answers
+        answers = check.answers
         if not self._may_launch_early or answers is None:
             return False
-        if any(isinstance(own.lr, Tensor) for own in given.rates.hypers.values()):
+        if any(isinstance(hyper.lr, Tensor) for hyper in check.given.rates.hypers.values()):
             return False
-        if any(own.watched for own in self.stack_states):
+        if any(stack_state.watched for stack_state in self.stack_states):
             return False
-        found_inf = 1 - answers.prod(dtype=torch.float32)
-        self.step(Step(list(given.gradients), check.present, None, given.rates, check.survey, found_inf=found_inf))
+        self.step(self._inputs(check, check.present, found_inf=1 - answers.prod(dtype=torch.float32)))
         return True
 
     def take_back(self, check: GradientCheck) -> None:
         """Set step counts back to those before `launch_early`, whose kernels have changed nothing."""
         self._count_back(np.flatnonzero(check.present).tolist())
 
-    def inputs(self, check: GradientCheck, answers: Sequence[bool]) -> Step | None:
+    def inputs(self, check: GradientCheck, answers: Sequence[bool]) -> StepInputs | None:
         """Return the inputs of the step, which updates the parameters with usable gradients. None: there are none.
 
         Nothing changes but the counts of unusable gradients.
@@ -336,73 +335,86 @@ class ParamSet:
         active, mask = self.finite_check.finish(check, answers)
         if mask is None and not any(active.tolist()):
             return None
-        found = list(check.given.gradients)
-        if self.rank_group is not None:
-            found = [None if gradient is None else self.part(i, gradient) for i, gradient in enumerate(found)]
-        return Step(found, active, mask, check.given.rates, check.survey)
+        return self._inputs(check, active, mask)
 
-    def step(self, step: Step) -> None:
+    def _inputs(
+        self,
+        check: GradientCheck,
+        active: NDArray[np.bool_],
+        mask: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> StepInputs:
+        """Return the inputs of a step. The arguments are fields of `StepInputs`."""
+        gradients = list(check.given.gradients)
+        if self.rank_group is not None:
+            gradients = [None if x is None else self.part(position, x) for position, x in enumerate(gradients)]
+        written = active & (self.step_counts >= self._priming)  # the first gradient of some updates only primes
+        return StepInputs(
+            gradients=gradients,
+            active=active,
+            written=written,
+            writes_all=bool(written.all()),
+            mask=mask,
+            rates=check.given.rates,
+            survey=check.survey,
+            counts=self.step_counts,
+            held=self.local,
+            found_inf=found_inf,
+        )
+
+    def step(self, inputs: StepInputs) -> None:
         """Update every parameter that has a usable gradient."""
-        if step.active is self._nonempty and self._all_nonempty and min(self.step_counts.tolist()) > 0:
-            # The common case: the step changes all parameters. The branch for other cases would have the same result,
-            # but would make more small arrays.
-            self.step_counts += 1
-            self._begun.fill(True)
-            moved = step.active
-        else:
-            self.step_counts[step.active] += 1
-            self._begun |= step.active
-            moved = step.active & (self.update_counts > 0)
+        self.step_counts += inputs.active
+        self._begun |= inputs.active
         if self._keeps_iterates:
-            self.iterates.signals = step.signals
-            self.iterates.adopt_writes(np.flatnonzero(moved & (self.update_counts > 1)).tolist())
-            self.iterates.begin(np.flatnonzero(moved & (self.update_counts == 1)).tolist())
+            self.iterates.signals = inputs.signals
+            self.iterates.adopt_writes(np.flatnonzero(inputs.written & (self.update_counts > 1)).tolist())
+            self.iterates.begin(np.flatnonzero(inputs.written & (self.update_counts == 1)).tolist())
         groups: Sequence[Sequence[StackState]] = self.together
         if self.graphs is not None:
-            groups = self.graphs.run(step, moved, self.step_counts, self.local)
+            groups = self.graphs.run(inputs)
         if groups or self.graphs is None:
-            self._run(groups, step, moved)
+            self._run(groups, inputs)
 
-    def _run(self, groups: Sequence[Sequence[StackState]], step: Step, moved: NDArray[np.bool_]) -> None:
+    def _run(self, groups: Sequence[Sequence[StackState]], inputs: StepInputs) -> None:
         """Run one step of all blocks in some stacks. A stack is a tensor of blocks with one shape.
 
         groups: the stacks, in lists. Stacks whose stages sum over the same parameter are in one list.
-        moved: `[P]`, True for parameters that the step changes.
         """
-        stacks = [own for states in groups for own in states]
-        exchange = self.exchange.begin(step, stacks, moved, partial(self._write, step=step, moved=moved))
-        in_place = InPlaceStep(step, self.step_counts, self.local)
+        stack_states = [stack_state for group in groups for stack_state in group]
+        exchange = self.exchange.begin(inputs, stack_states, partial(self._write, inputs=inputs))
+        calls = FusedCalls(inputs)
         active: NDArray[np.bool_] | None = None
         first: NDArray[np.bool_] | None = None
-        if moved is not step.active or not self._all_nonempty:
-            active, first = step.active, step.active & (self.step_counts == 1)
+        if not inputs.writes_all:
+            active, first = inputs.active, inputs.active & (self.step_counts == 1)
         if self.offloaded is not None:
-            self.offloaded.schedule(groups, step.active)
-        for states in groups:
+            self.offloaded.schedule(groups, inputs.active)
+        for group in groups:
             if self.offloaded is None:
-                self._run_group(active_blocks(states, active, first), exchange, in_place)
+                self._run_group(active_blocks(group, active, first), exchange, calls)
                 continue
-            with self.offloaded.held(states):
-                self._run_group(active_blocks(states, active, first), exchange, in_place)
-                in_place.run()
-        in_place.run()
+            with self.offloaded.held(group):
+                self._run_group(active_blocks(group, active, first), exchange, calls)
+                calls.run()
+        calls.run()
         exchange.finish()
 
     def _run_group(
-        self, chosen: Sequence[tuple[Sequence[ActiveBlocks], bool]], exchange: LocalStep, in_place: InPlaceStep
+        self, chosen: Sequence[tuple[Sequence[ActiveBlocks], bool]], exchange: LocalStep, calls: FusedCalls
     ) -> None:
         """Run one step of one stack (blocks with one shape), or of several whose stages sum over the same parameters.
 
         chosen: pairs (active blocks of the stacks, priming), as `active_blocks` returns them. priming: True if the
             gradient only initializes statistics of these blocks.
         exchange: copies gradients into stacks and directions to parameters, or sends them between ranks.
-        in_place: collects the stacks that fused kernels update. The caller runs it later, for all of them together.
+        calls: collects the stacks that fused kernels update. The caller runs them later, all together.
         """
         for together, priming in chosen:
-            blocks, how = together[0], self.execution(together[0].stack_state)
-            if isinstance(how, Fused) and blocks.stack_state.watched:
+            blocks, execution = together[0], self.execution(together[0].stack_state)
+            if isinstance(execution, Fused) and blocks.stack_state.watched:
                 self._stack_step(blocks, exchange).rehearse()
-            if len(together) > 1 or not how.update(blocks, in_place):
+            if len(together) > 1 or not execution.update(blocks, exchange.inputs, calls):
                 self._advance(together, exchange, priming)
 
     def _advance(self, together: Sequence[ActiveBlocks], exchange: LocalStep, priming: bool) -> None:
@@ -416,14 +428,16 @@ class ParamSet:
         priming: True if the gradient only initializes statistics, and no parameter changes.
         """
         steps = [self._stack_step(blocks, exchange) for blocks in together]
-        contexts = [one.context for one in steps]
+        contexts = [step.context for step in steps]
         if priming:
             run_together(steps, StackStep.prime)
         else:
-            numbers = exchange.step.step_numbers
-            found = run_together(steps, lambda one: self.execution(one.blocks.stack_state).direction(one, numbers))
+            numbers = exchange.inputs.numbers
+            directions = run_together(
+                steps, lambda step: self.execution(step.blocks.stack_state).direction(step, numbers)
+            )
             del steps  # frees the gathered gradients
-            for blocks, direction in zip(together, found, strict=True):
+            for blocks, direction in zip(together, directions, strict=True):
                 if self.offloaded is not None:
                     direction = self.offloaded.outlasting(direction)
                 exchange.deliver(blocks, direction)
@@ -433,71 +447,69 @@ class ParamSet:
                     blocks.stack_state.note_failures(self.recipe.failure.roots)
                 self._report_failed_roots(blocks.stack_state, wait=False)
 
-    def execution(self, own: StackState) -> Execution:
+    def execution(self, stack_state: StackState) -> Execution:
         """Return the object that runs the steps of a stack: by a fused kernel, in chunks, compiled, or by stages."""
-        return self.executions[own.number]
+        return self.executions[stack_state.number]
 
-    def _report_failed_roots(self, own: StackState, wait: bool) -> None:
+    def _report_failed_roots(self, stack_state: StackState, wait: bool) -> None:
         """Report matrix roots that failed too often, in a stack (blocks with one shape).
 
         wait: True to wait for the answer of a device. False to leave the answer of a device to a later call.
         """
-        if bad := own.failing(wait):
-            self.exchange.report_failed_roots(own.path, bad)
+        if positions := stack_state.failing(wait):
+            self.exchange.report_failed_roots(stack_state.path, positions)
 
     def _stack_step(self, blocks: ActiveBlocks, exchange: LocalStep) -> StackStep:
         """Return the inputs of a chain of stages for one step: gradients, step counts, signals, rates.
 
         blocks: the blocks of a stack (all with one shape) that the step updates.
         """
-        gradient, step = exchange.gather(blocks, "gradients"), exchange.step
+        gradient, inputs = exchange.gather(blocks, "gradients"), exchange.inputs
         context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, exchange))
-        mask = None if step.mask is None else step.mask[blocks.param_index]
+        mask = None if inputs.mask is None else inputs.mask[blocks.param_index]
         decaying = self._decaying(blocks, context, exchange)
-        return StackStep(blocks, gradient, mask, context, step.rates, decaying)
+        return StackStep(blocks, gradient, mask, context, inputs.rates, decaying)
 
     def _decaying(self, blocks: ActiveBlocks, context: StepContext, exchange: LocalStep) -> Tensor | None:
         """Return the tensors whose weight decay is added to directions. Return None if no decay is added to them."""
         path = blocks.stack_state.path
         source = self._decay_sources[path]
-        if source is None or not (self.rules[path].after_decay or exchange.step.rates.decays(path)):
+        if source is None or not (self.rules[path].after_decay or exchange.inputs.rates.decays(path)):
             return None
         known = context.signals.get(source)
         return known if isinstance(known, Tensor) else exchange.gather(blocks, source)
 
-    def _write(self, updates: EntryUpdates, step: Step, moved: NDArray[np.bool_]) -> None:
-        """Apply updates to the parameters that the step changes.
+    def _write(self, updates: EntryUpdates, inputs: StepInputs) -> None:
+        """Apply updates to the parameters that the step changes. Updates of other parameters are dropped.
 
         Parameters with the same update rule, learning rate and weight decay are processed together.
-
-        moved: `[P]`, True for parameters that the step changes. Updates of other parameters are dropped.
         """
-        if moved is not step.active:
-            updates = updates.chosen(moved[updates.positions])
+        if not inputs.writes_all:
+            updates = updates.chosen(inputs.written[updates.positions])
         kinds = self._update_ids[updates.positions]
-        if step.rates.same is None:
-            kinds = (kinds << 32) + step.rates.alike[updates.positions]
-        for kind in (found := dict.fromkeys(kinds.tolist())):
-            self._move(updates if len(found) == 1 else updates.chosen(kinds == kind), step)
+        if inputs.rates.same is None:
+            kinds = (kinds << 32) + inputs.rates.alike[updates.positions]
+        for kind in (distinct := dict.fromkeys(kinds.tolist())):
+            self._write_alike(updates if len(distinct) == 1 else updates.chosen(kinds == kind), inputs)
 
-    def _move(self, updates: EntryUpdates, step: Step) -> None:
+    def _write_alike(self, updates: EntryUpdates, inputs: StepInputs) -> None:
         """Apply updates to parameters that have the same update rule, learning rate and weight decay."""
         positions, entries, values = updates.positions.tolist(), updates.entries, updates.values
-        path, group = self.specs[positions[0]].path, int(step.rates.alike[positions[0]])
+        path, group = self.specs[positions[0]].path, int(inputs.rates.alike[positions[0]])
         masks = None
-        if step.mask is not None:
-            masks = StackRows(step.mask[kept_on_device(updates.positions, step.mask.device)])
-        scale = step.rates.step_rates(path, positions[0])
-        scale = scale if self._decay_sources[path] is None else scale.without_decay
+        if inputs.mask is not None:
+            masks = StackRows(inputs.mask[kept_on_device(updates.positions, inputs.mask.device)])
+        rates = inputs.rates.step_rates(path, positions[0])
+        rates = rates if self._decay_sources[path] is None else rates.without_decay
         if self._keeps_iterates:
             rows = StackRows(values) if isinstance(values, Tensor) else values
-            update = ParameterUpdate(rows, scale, masks)
-            self.iterates.step(positions, self.update_counts[positions], update, step.rates.hypers[group])
+            update = ParameterUpdate(rows, rates, masks)
+            self.iterates.step(positions, self.update_counts[positions], update, inputs.rates.hypers[group])
         else:
-            write(entries, values, scale, masks)
+            write(entries, values, rates, masks)
 
 
-ReadySteps = Sequence[tuple[ParamSet, Step | None]]
+ReadySteps = Sequence[tuple[ParamSet, StepInputs | None]]
 """Pairs (parameter set, inputs of its step). The inputs are None if no step is left to run: it would update no
 parameter of the set, or it was launched early (`ParamSet.launch_early`)."""
 
@@ -530,5 +542,6 @@ def prepare(
     complete = launched and all(answers[0])
     if launched and not complete:
         checks[0][0].take_back(checks[0][1])
-    ready = [(param_set, param_set.inputs(check, own)) for (param_set, check), own in zip(checks, answers, strict=True)]
+    pairs = zip(checks, answers, strict=True)
+    ready = [(param_set, param_set.inputs(check, of_check)) for (param_set, check), of_check in pairs]
     return [(param_set, None) for param_set, _ in ready] if complete else ready

@@ -34,7 +34,7 @@ from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
 
 from ..recipe.recipe import UpdateRule
 from ..write.write import StepRates, WeightDecay, WriteNumbers
-from .program import direction, move, plus_decay, times_step_sizes
+from .stack_step import direction, move, plus_decay, times_step_sizes
 
 NumberOfStep = Callable[[Tensor], Tensor]
 """Function from the step of a block, a float64 tensor, to a number that a stage needs, such as a bias correction."""

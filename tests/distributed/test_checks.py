@@ -25,7 +25,7 @@ from eigengraft.optimizers.stacks.rank_checks import (
     STEPS,
     RankChecks,
     RankSurvey,
-    step_numbers,
+    agreed_numbers,
 )
 from eigengraft.optimizers.write.write import Hyper
 
@@ -135,16 +135,16 @@ def test_minus_zero_is_zero() -> None:
 
 def test_numbers_of_several_groups_are_told_apart() -> None:
     def given(lr: float) -> SameNumbers:
-        return SameNumbers("a", step_numbers({0: Hyper(0.1, 0.1, 0.0), 3: Hyper(lr, 0.1, 0.0)}, 5, 0), STEP_ALIKE)
+        return SameNumbers("a", agreed_numbers({0: Hyper(0.1, 0.1, 0.0), 3: Hyper(lr, 0.1, 0.0)}, 5, 0), STEP_ALIKE)
 
     with refused(DistributedError, 3, 0.1, 0, 0.2, 1):
         reduced(given(0.1), [given(0.2)], [[0.2]])
-    assert tuple(step_numbers({3: Hyper(0.1, 0.1, 0.0)}, 5, 0)) == NUMBERS
+    assert tuple(agreed_numbers({3: Hyper(0.1, 0.1, 0.0)}, 5, 0)) == NUMBERS
 
 
 def test_a_tensor_keeps_the_value_that_it_had_in_the_step() -> None:
     lr = torch.tensor(0.3)
-    found = step_numbers({0: Hyper(lr, 0.3, 0.0)}, 0, 0)
+    found = agreed_numbers({0: Hyper(lr, 0.3, 0.0)}, 0, 0)
     lr.fill_(0.1)
     assert found["lr"] == float(torch.tensor(0.3))
 
@@ -219,7 +219,7 @@ def two_ranks(layout: Layout) -> RankChecks:
 
 
 def survey(own: RankChecks, gradient: Tensor) -> RankSurvey:
-    return own.survey([gradient], np.array([True]), step_numbers({}, 1, 0), False, {})
+    return own.survey([gradient], np.array([True]), agreed_numbers({}, 1, 0), False, {})
 
 
 def test_failed_roots_are_an_error_once() -> None:

@@ -38,8 +38,8 @@ import torch
 from torch import Tensor, nn
 
 import eigengraft
-from eigengraft.optimizers.step import capture, program
-from eigengraft.optimizers.step.program import CHECKED_UPDATES
+from eigengraft.optimizers.step import capture, capturers, stack_step
+from eigengraft.optimizers.step.stack_step import CHECKED_UPDATES
 from eigengraft.testing import DeviceCounts, accelerator
 from eigengraft.testing.accelerator import SimulatedTensor
 from eigengraft.testing.device_costs import DECOMPOSITIONS
@@ -113,7 +113,7 @@ def declared(recipe: Any) -> dict[str, Any]:
 def unchecked() -> Iterator[int]:
     """Leave out the checks of new stages, for counts of steady steps alone. Give the steps before the first of them."""
     with ExitStack() as stack:
-        for module in (program, capture):
+        for module in (stack_step, capture):
             stack.enter_context(mock.patch.object(module, "CHECKED_UPDATES", 0))
         yield STEPS - CHECKED_UPDATES
 
@@ -161,10 +161,10 @@ class Counted:
     def __call__(self, device: torch.device) -> Counted:
         return self
 
-    def warm_up(self, body: capture.Body) -> None:
+    def warm_up(self, body: capturers.Body) -> None:
         body()
 
-    def capture(self, body: capture.Body) -> capture.Body:
+    def capture(self, body: capturers.Body) -> capturers.Body:
         def replay() -> None:
             with accelerator("cuda") as own:
                 body()
@@ -183,7 +183,7 @@ def in_a_graph(recipe: str) -> tuple[int, int]:
     ]
     with (
         accelerator("cuda"),
-        mock.patch.dict(capture.CAPTURERS, {"cuda": graphs}),
+        mock.patch.dict(capturers.CAPTURERS, {"cuda": graphs}),
         warnings.catch_warnings(),
         unchecked() as before,
     ):

@@ -51,7 +51,7 @@ from eigengraft.experiments.tasks.models import GPT
 from eigengraft.experiments.training.environment import processor_name
 from eigengraft.optimizers import Optimizer
 from eigengraft.optimizers.plan.plan import plan
-from eigengraft.optimizers.step import capture
+from eigengraft.optimizers.step import capturers
 from eigengraft.preconditioners import (
     BasisSolver,
     CholeskyQR,
@@ -254,16 +254,16 @@ def inputs_of_torch(simulated: bool) -> Iterator[Row]:
 class Counted:
     """A way to record the work of a device that counts replays; of: the way, None to launch all work one by one."""
 
-    def __init__(self, of: capture.Capturer | None) -> None:
+    def __init__(self, of: capturers.Capturer | None) -> None:
         self.of, self.replays = of, 0
 
     def __call__(self, device: torch.device) -> Counted:
         return self
 
-    def warm_up(self, body: capture.Body) -> None:
+    def warm_up(self, body: capturers.Body) -> None:
         body() if self.of is None else self.of.warm_up(body)
 
-    def capture(self, body: capture.Body) -> capture.Body:
+    def capture(self, body: capturers.Body) -> capturers.Body:
         run = body if self.of is None else self.of.capture(body)
 
         def replay() -> None:
@@ -283,10 +283,10 @@ def _captured(recipe: str, sizes: Sizes) -> Row:
     device, shapes = torch.device("cuda:0"), list(sizes.captured.shapes())
     generator = torch.Generator().manual_seed(0)
     start = [(name, 0.02 * torch.randn(shape, generator=generator)) for name, shape in shapes]
-    ways = [Counted(capture.CAPTURERS["cuda"](device)), Counted(None), None]
+    ways = [Counted(capturers.CAPTURERS["cuda"](device)), Counted(None), None]
     runs = []
     for way in ways:
-        with mock.patch.dict(capture.CAPTURERS, {} if way is None else {"cuda": way}):
+        with mock.patch.dict(capturers.CAPTURERS, {} if way is None else {"cuda": way}):
             named = [(name, Parameter(x.to(device))) for name, x in start]
             runs.append((named, Optimizer(named, recipe, lr=1e-3, overrides={"graph": way is not None})))
     differing, total = 0, int(sizes.intervals * INTERVAL)
@@ -547,7 +547,7 @@ def simulated() -> Iterator[None]:
         }
         with (
             mock.patch.multiple(torch.cuda, **answers),
-            mock.patch.dict(capture.CAPTURERS, {"cuda": lambda device: Recording()}),
+            mock.patch.dict(capturers.CAPTURERS, {"cuda": lambda device: Recording()}),
             mock.patch.object(torch.cuda.Event, "elapsed_time", create=True, return_value=0.0),
             mock.patch.object(torch.profiler, "profile", _Profile),
         ):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from eigengraft.optimizers.step.fused import Fused
+from eigengraft.optimizers.step.execution import Fused
 
 from ..recipes import ALONE
 from .models import Run, gradients, largest_difference, rounding

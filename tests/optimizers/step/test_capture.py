@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer, Stage, State, StepContext
-from eigengraft.optimizers.step import capture, execution, gradients, traced
+from eigengraft.optimizers.step import capture, capturers, execution, gradients, traced
 from eigengraft.optimizers.step.capture import PATIENCE
 from eigengraft.testing import accelerator
 
@@ -25,7 +25,7 @@ SHAPES = ((8, 6), (8, 6), (12, 5), (6,), (6,))
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
     found = Recording()
-    monkeypatch.setitem(capture.CAPTURERS, "cpu", found)
+    monkeypatch.setitem(capturers.CAPTURERS, "cpu", found)
     return found
 
 
@@ -256,7 +256,7 @@ def test_a_captured_step_of_entries_launches_its_programs_alone(
     found, values = Recording(), list[list[Tensor]]()
     for graph in (False, True):
         with accelerator("cuda") as run:
-            monkeypatch.setitem(capture.CAPTURERS, "cuda", found)
+            monkeypatch.setitem(capturers.CAPTURERS, "cuda", found)
             held = [nn.Parameter(normal(8, 6, seed=i).float().to(run.device)) for i in range(4)]
             recipe = {**MASKED, "compile": True, "graph": graph}
             optimizer = Optimizer([(f"p{i}", p) for i, p in enumerate(held)], recipe)
@@ -546,7 +546,7 @@ def test_a_step_with_a_graph_is_captured_on_a_device(monkeypatch: pytest.MonkeyP
     """Its numbers are uploaded by one copy, and the only wait is that of the finite check."""
     with accelerator("cuda") as run:
         found = Recording()
-        monkeypatch.setitem(capture.CAPTURERS, "cuda", found)
+        monkeypatch.setitem(capturers.CAPTURERS, "cuda", found)
         held = [nn.Parameter(normal(8, 6, seed=i).float().to(run.device)) for i in range(4)]
         optimizer = Optimizer([(f"p{i}", p) for i, p in enumerate(held)], {"base": "adamw", "graph": True})
         for parameter in held:

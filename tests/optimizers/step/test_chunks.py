@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer
-from eigengraft.optimizers.step import execution, program
-from eigengraft.optimizers.step.fused import Execution
+from eigengraft.optimizers.step import execution, stack_step
+from eigengraft.optimizers.step.execution import Execution
 
 from ...trajectories import normal
 
@@ -34,8 +34,8 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Entries of every chunk that was moved."""
-    found, write = list[int](), program.write
-    monkeypatch.setattr(program, "write", lambda p, *rest: (found.append(p[0].numel()), write(p, *rest)))
+    found, write = list[int](), stack_step.write
+    monkeypatch.setattr(stack_step, "write", lambda p, *rest: (found.append(p[0].numel()), write(p, *rest)))
     return found
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from eigengraft import Optimizer
 from eigengraft.optimizers.step import fused, gradients
-from eigengraft.optimizers.step.fused import Fused
+from eigengraft.optimizers.step.execution import Fused
 
 from ...trajectories import normal
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from eigengraft import Optimizer, Slot, Stage, State, StepContext, compose, load_recipe
 from eigengraft.numerics import per_block
 from eigengraft.optimizers.step import execution, traced
-from eigengraft.optimizers.step.exchange import StepNumbers
 from eigengraft.optimizers.step.execution import Compiled
-from eigengraft.optimizers.step.program import StackStep
+from eigengraft.optimizers.step.inputs import GraphNumbers
+from eigengraft.optimizers.step.stack_step import StackStep
 
 from ...processes import run
 from ...recipes import BROAD
@@ -44,7 +44,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Updates in which a traced program has run on a stack, each beside the same step as it is."""
     seen = list[int]()
 
-    def both(how: Compiled, step: StackStep, numbers: StepNumbers) -> Tensor:
+    def both(how: Compiled, step: StackStep, numbers: GraphNumbers | None) -> Tensor:
         program, own = how.program, step.blocks.stack_state
         assert program is not None
         if (inputs := execution._block_inputs(program, step, numbers)) is None:

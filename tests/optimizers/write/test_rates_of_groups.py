@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengraft import Optimizer
-from eigengraft.optimizers.step.execution import Chunks
-from eigengraft.optimizers.step.fused import Fused
+from eigengraft.optimizers.step.execution import Chunks, Fused
 from eigengraft.testing import accelerator
 
 from ...trajectories import named, normal
