@@ -118,10 +118,10 @@ class _Owned(NamedTuple):
 def assign_owners(specs: Sequence[ParamSpec], recipe: Recipe, phases: Phases, loads: Loads) -> Balance:
     """Assign an owner to each block of parameters that the same ranks share, and add the cost of the blocks to `loads`.
 
-    The order of the parameters has no effect. The cost of parameters whose blocks need no owners (`ParamSpec.in_place`)
-    is added to `loads` before owners are chosen. If a stage needs sums over a parameter, all blocks of that parameter
-    have one owner. Frozen parameters are assigned last, so that the work on all other parameters is balanced without
-    frozen ones.
+    The order of the parameters has no effect. The cost of parameters whose blocks need no owners
+    (`ParamSpec.without_owners`) is added to `loads` before owners are chosen. If a stage needs sums over a parameter,
+    all blocks of that parameter have one owner. Frozen parameters are assigned last, so that the work on all other
+    parameters is balanced without frozen ones.
 
     Return how evenly the work in `loads` is divided over ranks before the work on frozen parameters is added.
 

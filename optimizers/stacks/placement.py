@@ -212,7 +212,7 @@ class ParamSpec:
         return self.placement is not None and not self.placement.layout.replicated
 
     @property
-    def in_place(self) -> bool:
+    def without_owners(self) -> bool:
         """True if the blocks have no owners. Each rank then updates entries that it holds, and sends no blocks."""
         return self.placement is not None and self.placement.owners is None
 

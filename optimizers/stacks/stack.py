@@ -476,23 +476,23 @@ def cut_blocks(
     """Cut parameters into blocks. Yield (kind of the blocks, position of the parameter, grid of equal blocks).
 
     A parameter has several grids if its blocks differ in shape. Parameters whose blocks have no owners
-    (`ParamSpec.in_place`) are left out; the function `blocks_in_place` yields the blocks of these parameters.
+    (`ParamSpec.without_owners`) are left out; `blocks_without_owners` yields the blocks of these parameters.
 
     specs: the specification of each parameter. A position is an index in this list.
     positions: positions of the parameters to cut.
     """
     for position in positions:
         spec = specs[position]
-        if spec.in_place:
+        if spec.without_owners:
             continue
         for grid in recipe.rules()[spec.path].blocking.grids(spec.shape, spec.matrices):
             numbers = not spec.shape
             yield BlockKind(spec.path, grid.shape, compute_dtype(spec.dtype), spec.device, numbers), position, grid
 
 
-def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
+def blocks_without_owners(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[BlockKind, int, BlockGrid]]:
     """Yield (kind of the block, position of the parameter, grid of one block) for parameters whose blocks have no
-    owners (`ParamSpec.in_place`).
+    owners (`ParamSpec.without_owners`).
 
     The block consists of all entries of the parameter that this rank updates. A parameter without such entries is left
     out.
@@ -500,7 +500,7 @@ def blocks_in_place(specs: Sequence[ParamSpec], rank: int) -> Iterator[tuple[Blo
     specs: the specification of each parameter. A position is an index in this list.
     """
     for position, spec in enumerate(specs):
-        if spec.in_place:
+        if spec.without_owners:
             box = spec.placed.updated.boxes[rank]
             if box.numel:
                 kind = BlockKind(spec.path, box.shape, compute_dtype(spec.dtype), spec.device)
@@ -590,13 +590,13 @@ def round_bytes(specs: Sequence[ParamSpec], recipe: Recipe, ranks: int) -> int:
     Each rank then receives about `Distribution.message` bytes in a round, because a rank receives only the updates of
     the entries that it holds.
     """
-    copies = [spec.placement.layout.copies for spec in specs if spec.placement is not None and not spec.in_place]
+    copies = [spec.placement.layout.copies for spec in specs if spec.placement is not None and not spec.without_owners]
     return recipe.distribution.message * ranks // max(copies, default=1)
 
 
 def sends_parameters(specs: Sequence[ParamSpec], recipe: Recipe) -> bool:
     """Return True if owners send their blocks of the updated parameters, False if they send updates."""
-    placements = [spec.placement for spec in specs if not spec.in_place]
+    placements = [spec.placement for spec in specs if not spec.without_owners]
     replicated = all(placement is None or placement.layout.replicated for placement in placements)
     return recipe.distribution.gather == "parameters" and replicated
 
@@ -653,8 +653,8 @@ def build(
             stack_states.append(_stack_state(EqualBlocks(kind, grids, due[owned]), specs, recipe, fresh, number))
         block_groups.append(group)
     require_slots(recipe, [(group.path, group.shape) for group in block_groups])
-    in_place = equal_blocks(blocks_in_place(specs, rank), specs, phases)
-    return [*stack_states, *_stack_states(in_place, specs, recipe, recipe.distribution.message)], block_groups
+    without_owners = equal_blocks(blocks_without_owners(specs, rank), specs, phases)
+    return [*stack_states, *_stack_states(without_owners, specs, recipe, recipe.distribution.message)], block_groups
 
 
 def _stack_states(

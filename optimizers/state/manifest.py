@@ -50,7 +50,7 @@ def manifest(param_set: ParamSet, mode: Mode | None = None) -> list[dict[str, St
         spec = param_set.specs[position]
         # If this rank's shard is empty, it has no block, and `state` lacks slots that other ranks have. The slots are
         # therefore described from the recipe.
-        if spec.in_place and 0 not in spec.shape:
+        if spec.without_owners and 0 not in spec.shape:
             assert param_set.rank_group is not None
             shard = spec.placed.updated.boxes[param_set.rank_group.rank]
             shape, dtype = shard.shape if shard.numel else spec.shape, compute_dtype(spec.dtype)

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from eigengraft.blocking.parameter_sums import parameter_index
+from eigengraft.blocking.parameter_sums import matrix_index
 from eigengraft.blocking.stacks import Stack
 from eigengraft.numerics import CHUNK_ENTRIES, JOINED_IN_KERNEL, VECTOR, active_fake_mode, cached_tensors, number_like
 from eigengraft.signals import asking, known_signals
@@ -337,7 +337,7 @@ def _block_source(stack_state: StackState, recipe: Recipe) -> ProgramSource:
         widths=stack_state.width_factors is not None,
         sizes=stack_state.step_sizes,
         signals={name: (shape, stack.dtype) for name, shape in shapes.items()},
-        parameters=parameter_index(stack.matrix_ids, stack.device)[0] if stack_state.spans else None,
+        matrices=matrix_index(stack.matrix_ids, stack.device)[0] if stack_state.spans else None,
     )
 
 
@@ -369,8 +369,8 @@ def _block_inputs(program: Program, step: StackStep, numbers: GraphNumbers | Non
         steps = numbers.counts[stack_state.number].to(torch.int64).expand(len(context.steps)).contiguous()
     known = {signal_input(name): number_like(x, like).contiguous() for name, x in context.signals.items()}
     known |= {"gradient": like, **stack_state.tensors, "seeds": context.seed, "steps": steps}
-    if source.parameters is not None:
-        known["param_index"] = parameter_index(context.param_ids, like.device)[1]
+    if source.matrices is not None:
+        known["matrix_index"] = matrix_index(context.matrix_ids, like.device)[1]
     if stack_state.width_factors is not None:
         known["factor"] = stack_state.width_factors
     if source.decay is not None:

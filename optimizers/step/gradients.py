@@ -53,17 +53,17 @@ class LossScale:
     def of(cls, optimizer: object) -> LossScale:
         """Return the numbers that a scaler has set on an optimizer for this step."""
         given = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
-        scale, found = (
+        scale, found_inf = (
             x if x is None or isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
             for x in given
         )
-        return cls(scale, found)
+        return cls(scale, found_inf)
 
     @property
     def stops(self) -> bool:
         """True if the host knows without waiting that the step must change nothing."""
-        found = self.found_inf
-        return found is not None and may_branch_on_values(found) and bool(found)
+        found_inf = self.found_inf
+        return found_inf is not None and may_branch_on_values(found_inf) and bool(found_inf)
 
     def usable(self, device: torch.device) -> Tensor | None:
         """Return a 0-d boolean on a device, True if the step may change parameters.
@@ -101,8 +101,8 @@ def multiply_gradients(gradients: Iterable[Tensor | None], factor: float | Tenso
     for gradient in gradients:
         if gradient is not None and gradient.layout is torch.strided:  # `FiniteCheck` raises an error for other layouts
             kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, _), own in kinds.items():
-        torch._foreach_mul_(own, factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor)
+    for (device, _), tensors in kinds.items():
+        torch._foreach_mul_(tensors, factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor)
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class LocalSurvey:
 
     def nonzero(self, positions: Sequence[int]) -> bool:
         """Return True if a gradient at these positions has an entry other than 0. The host waits for the answer."""
-        found = (gradient for at in positions if (gradient := self.given.gradients[at]) is not None)
-        return any(not has_values(gradient) or bool(gradient.any()) for gradient in found)
+        present = (gradient for at in positions if (gradient := self.given.gradients[at]) is not None)
+        return any(not has_values(gradient) or bool(gradient.any()) for gradient in present)
 
     def usable(self, positions: Sequence[int], finite: bool) -> Tensor | None:
         """Return `[n]` booleans on the device, one for each parameter at `positions` that has a gradient.
@@ -170,8 +170,8 @@ class LocalSurvey:
         """
         if not (positions and finite) or squares_are_finite(self._joined(positions)):
             return None
-        found = [gradient for position in positions if (gradient := self.given.gradients[position]) is not None]
-        return finite_gradients(found, self.given.linear[positions].tolist())
+        present = [gradient for position in positions if (gradient := self.given.gradients[position]) is not None]
+        return finite_gradients(present, self.given.linear[positions].tolist())
 
     def _joined(self, positions: Sequence[int]) -> list[Tensor]:
         """Return tensors with all gradients of the parameters at these positions, so that few tensors are checked.
@@ -182,9 +182,9 @@ class LocalSurvey:
         small, alone = self.small, self.large
         if len(positions) < len(gradients):
             wanted = set(positions)
-            small = [own for own in small if wanted.issuperset(own.stack.positions)]
-            alone = sorted(wanted.difference(*(own.stack.positions for own in small)))
-        self.gathered.update((own.number, own.stack.gather(gradients)) for own in small)
+            small = [x for x in small if wanted.issuperset(x.stack.positions)]
+            alone = sorted(wanted.difference(*(x.stack.positions for x in small)))
+        self.gathered.update((x.number, x.stack.gather(gradients)) for x in small)
         return [*self.gathered.values(), *(gradients[position] for position in alone)]
 
     @property
@@ -194,11 +194,11 @@ class LocalSurvey:
         here = [(place, gradient) for place, gradient in enumerate(gradients) if gradient is not None]
         if not here:
             return torch.zeros(len(gradients), dtype=torch.float64, device=self.device)
-        found = squares_of([gradient for _, gradient in here])
+        squares = squares_of([gradient for _, gradient in here])
         if len(here) == len(gradients):
-            return found
+            return squares
         places = kept_on_device(np.array([place for place, _ in here], dtype=np.int64), self.device)
-        return found.new_zeros(len(gradients)).index_copy_(0, places, found)
+        return squares.new_zeros(len(gradients)).index_copy_(0, places, squares)
 
     def scaled(self, factor: float | Tensor) -> Self:
         """Return the facts about the gradients after the caller has multiplied them by `factor` in place.
@@ -381,12 +381,12 @@ class FiniteCheck:
         halted, bad = list[int](), list[int]()
         deferred, self._deferred = self._deferred, []
         for number, (updated, checked, answers) in enumerate(deferred, 1):
-            own = _unusable(checked, _values(answers.wait()))
-            if own is None:
+            unusable = _unusable(checked, _values(answers.wait()))
+            if unusable is None:
                 halted = updated
-            if own is not None or not checked:
-                self._count(len(checked), own or [], more=number < len(deferred))
-                bad += own or []
+            if unusable is not None or not checked:
+                self._count(len(checked), unusable or [], more=number < len(deferred))
+                bad += unusable or []
         return halted or bad, bad
 
     def stop(self, active: NDArray[np.bool_], mask: Tensor | None, allowed: Tensor) -> Tensor:
@@ -411,8 +411,8 @@ class FiniteCheck:
         """
         if bad and self.failure.nonfinite == "raise":
             names = ", ".join(self.names[position] for position in bad[:5])
-            found = _fault(None if gradients is None else gradients[bad[0]])
-            raise FloatingPointError(f"gradient of {names}: finite values are required, got {found}; {outcome}")
+            fault = _fault(None if gradients is None else gradients[bad[0]])
+            raise FloatingPointError(f"gradient of {names}: finite values are required, got {fault}; {outcome}")
 
     def _defer(self, positions: list[int], usable: Tensor | None, allowed: Tensor | None, total: int) -> Tensor:
         """Return a mask for the step, `[P]` on the device: False for parameters whose gradient is not usable.
@@ -474,22 +474,22 @@ def copy_answers(checks: Sequence[GradientCheck]) -> Callable[[], list[list[bool
     check. The list is empty if the host need not read the result of the check. The wait ends when the check is
     complete, although the device may have later work.
     """
-    given: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for index, answers in enumerate(check.answers for check in checks):
         if answers is not None:
-            given.setdefault(answers.device, []).append((index, answers))
+            by_device.setdefault(answers.device, []).append((index, answers))
     copies = [
-        (own, HostCopy(torch.cat([answers for _, answers in own]) if len(own) > 1 else own[0][1]))
-        for own in given.values()
+        (rows, HostCopy(torch.cat([answers for _, answers in rows]) if len(rows) > 1 else rows[0][1]))
+        for rows in by_device.values()
     ]
 
     def read() -> list[list[bool]]:
-        found: list[list[bool]] = [[] for _ in checks]
-        for own, copy in copies:
+        of_checks: list[list[bool]] = [[] for _ in checks]
+        for rows, copy in copies:
             values = iter(_values(copy.wait()))
-            for index, answers in own:
-                found[index] = list(islice(values, len(answers)))
-        return found
+            for index, answers in rows:
+                of_checks[index] = list(islice(values, len(answers)))
+        return of_checks
 
     return read
 
@@ -528,14 +528,14 @@ def finite_gradients(gradients: Sequence[Tensor], linear: Sequence[bool]) -> Ten
 
     linear: for each gradient, True if only its values must be finite, not its sum of squares.
     """
-    found = []
+    parts = []
     for order, wanted in ((2.0, False), (math.inf, True)):
-        here = [place for place, own in enumerate(linear) if own is wanted]
+        here = [place for place, is_linear in enumerate(linear) if is_linear is wanted]
         for places, norms in norms_by_dtype([gradients[place] for place in here], order=order):
             # the least power of 2 whose square overflows
             limit = math.inf if wanted else 2.0 ** (round(math.log2(torch.finfo(norms.dtype).max)) // 2)
-            found.append(([here[place] for place in places], norms < limit))  # False for nan
-    if len(found) == 1:
-        return found[0][1]
-    flags = {place: flag for places, good in found for place, flag in zip(places, good.unbind(), strict=True)}
+            parts.append(([here[place] for place in places], norms < limit))  # False for nan
+    if len(parts) == 1:
+        return parts[0][1]
+    flags = {place: flag for places, good in parts for place, flag in zip(places, good.unbind(), strict=True)}
     return torch.stack([flags[place] for place in range(len(gradients))])

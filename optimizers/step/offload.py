@@ -56,7 +56,7 @@ class OffloadedState:
         self._queue = [
             group
             for group in groups
-            if _host_buffers(group) and (active is None or any(active[own.stack.param_ids].any() for own in group))
+            if _host_buffers(group) and (active is None or any(active[x.stack.param_ids].any() for x in group))
         ]
         self._turn = 0
         for host in _host_buffers(self._queue[0]) if self._queue else ():
@@ -202,8 +202,8 @@ class CopiedState:
         if self._thread is not None:
             future: Future[Any] = self._thread.submit(copy)
             return future.result
-        found = copy()
-        return lambda: found
+        result = copy()
+        return lambda: result
 
     def _read(self, piece: _Piece) -> None:
         source = piece.host.memory
@@ -232,13 +232,13 @@ class CopiedState:
 
         The state in a host buffer is copied to this part. The parts follow one another in the buffer on the device.
         """
-        key = buffer, *(own.number for own in group)
+        key = buffer, *(stack_state.number for stack_state in group)
         if key not in self._pieces:
             self._pieces[key], start = [], 0
-            for own in group:
-                for host in own.host_buffers:
+            for stack_state in group:
+                for host in stack_state.host_buffers:
                     stop = start + host.memory.numel()
-                    self._pieces[key].append(_Piece(own, host, self._buffers[buffer][start:stop]))
+                    self._pieces[key].append(_Piece(stack_state, host, self._buffers[buffer][start:stop]))
                     start = stop
         return self._pieces[key]
 
@@ -248,19 +248,19 @@ class _Piece:
 
     A stack is a tensor of blocks with one shape.
 
-    own: state of the stack.
+    stack_state: state of the stack.
     host: the host buffer.
     memory: the part of the buffer on the device, uint8 `[n]`.
     """
 
-    def __init__(self, own: StackState, host: HostBuffer, memory: Tensor) -> None:
+    def __init__(self, stack_state: StackState, host: HostBuffer, memory: Tensor) -> None:
         self.host, self.memory = host, memory
-        self._own, self._here, self._there = own, host.views(memory), host.views(host.memory)
+        self._stack_state, self._on_device, self._on_host = stack_state, host.views(memory), host.views(host.memory)
 
     def show(self, on_device: bool) -> None:
         """Replace the state tensors of the stack by their copies in the buffer on the device, or in host memory."""
-        self._own.replace_tensors(self._here if on_device else self._there)
+        self._stack_state.replace_tensors(self._on_device if on_device else self._on_host)
 
 
 def _host_buffers(group: Group) -> list[HostBuffer]:
-    return [host for own in group for host in own.host_buffers]
+    return [host for stack_state in group for host in stack_state.host_buffers]

@@ -80,7 +80,7 @@ class RankExchange(LocalExchange):
         self._gathered = {i: layouts[i] for i, spec in enumerate(specs) if spec.placed.parts}
         self._param_gather = ParamGather(rank_group, self._gathered, self.names, recipe.distribution.message)
         self._parameters, self._used_gradients = parameters, UsedGradients(parameters)
-        self.exchanged = [i for i, spec in enumerate(specs) if not spec.in_place]
+        self.exchanged = [i for i, spec in enumerate(specs) if not spec.without_owners]
         used = [recipe.rules()[path] for path in dict.fromkeys(self.paths)]
         self.needs_rms = any("parameter_rms" in requested(stage) for rule in used for _, stage in rule.stages())
         self.needs_parameters = any(decay_source(recipe, path) == "parameters" for path in dict.fromkeys(self.paths))

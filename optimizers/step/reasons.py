@@ -31,7 +31,7 @@ are among the numbers that a graph reads."""
 
 
 def not_fused(
-    own: StackState, moments: tuple[FirstMoment, SecondMoment], recipe: Recipe, of_numbers: bool
+    stack_state: StackState, moments: tuple[FirstMoment, SecondMoment], recipe: Recipe, of_numbers: bool
 ) -> Iterator[str]:
     """Yield the reasons why no fused kernel can compute Adam's chain of a stack.
 
@@ -41,41 +41,41 @@ def not_fused(
     of_numbers: True if a parameter of the stack is 0-d. Ranks cannot divide its update, so one rank computes and sends
         it.
     """
-    rule, failure, device = own.rule, recipe.failure, own.stack.device
-    names = moment_slots(rule, own.path, *moments)
+    rule, failure, device = stack_state.rule, recipe.failure, stack_state.stack.device
+    names = moment_slots(rule, stack_state.path, *moments)
     reasons = {
         f"torch's fused kernels are not tried on the device '{device.type}'": device.type not in _DEVICES,
         "a single number has an owner where several ranks hold it": of_numbers,
         "its weight decay is cautious": (rule.weight_decay or recipe.weight_decay).cautious,
         "numbers of its stages are scheduled": any(True for stage in rule.update for _ in schedules(stage)),
-        "its state is coded, or more than two moments": own.tensors.keys() != {*names},
+        "its state is coded, or more than two moments": stack_state.tensors.keys() != {*names},
         "compiled programs apply the mask of usable gradients in one pass": rule.compile
         and leaves_masks(failure, device),
         "fake tensors have no numbers to compute with": active_fake_mode() is not None
-        or any(fake_mode(x) is not None for x in own.tensors.values()),
+        or any(fake_mode(x) is not None for x in stack_state.tensors.values()),
     }
     return (reason for reason, holds in reasons.items() if holds)
 
 
-def not_in_place(own: StackState, recipe: Recipe) -> Iterator[str]:
+def not_in_place(stack_state: StackState, recipe: Recipe) -> Iterator[str]:
     """Yield the reasons why the blocks of a stack cannot be updated within the memory of their parameters."""
-    shape, asked = own.stack.block, [*sorted(own.signals), *own.totals]
+    shape, asked = stack_state.stack.block, [*sorted(stack_state.signals), *stack_state.totals]
     reasons = {
-        "a stage mixes entries": not own.rule.entrywise(),
-        "a stage is lagged": own.rule.lagging(),
-        "a stage follows the weight decay, or multiplies it": own.adds_decay,
-        "it has constraints": bool(own.rule.constraints),
+        "a stage mixes entries": not stack_state.rule.entrywise(),
+        "a stage is lagged": stack_state.rule.lagging(),
+        "a stage follows the weight decay, or multiplies it": stack_state.adds_decay,
+        "it has constraints": bool(stack_state.rule.constraints),
         "an averaging or a constraint is in the recipe": recipe.averaging is not None,
-        "its updates are sent between ranks": own.block_group is not None,
-        "its state is coded": bool(own.encoded),
+        "its updates are sent between ranks": stack_state.block_group is not None,
+        "its state is coded": bool(stack_state.encoded),
         f"stages request signals ({', '.join(asked)})": bool(asked),
-        "a slot has another shape than its block": any(slot.shape != shape for _, slot in own.slots()),
-        "its blocks are parts of parameters": not own.stack.of_parameters,
+        "a slot has another shape than its block": any(slot.shape != shape for _, slot in stack_state.slots()),
+        "its blocks are parts of parameters": not stack_state.stack.of_parameters,
     }
     return (reason for reason, holds in reasons.items() if holds)
 
 
-def not_compiled(own: StackState, in_place: bool, shared: bool) -> str | None:
+def not_compiled(stack_state: StackState, in_place: bool, shared: bool) -> str | None:
     """Return the reason why the program that updates a stack (blocks with one shape) is not compiled; None if it is.
 
     in_place: True if the program updates parameters in place.
@@ -83,9 +83,9 @@ def not_compiled(own: StackState, in_place: bool, shared: bool) -> str | None:
     """
     reasons = {
         "fake tensors have no values": active_fake_mode() is not None,
-        "a single number would need a kernel of its own": in_place and math.prod(own.stack.block) < 2,
+        "a single number would need a kernel of its own": in_place and math.prod(stack_state.stack.block) < 2,
         "each of its steps has a refresh, and compiled programs have none": any(
-            cadence.interval <= 1 for cadence in own.rule.cadences().values()
+            cadence.interval <= 1 for cadence in stack_state.rule.cadences().values()
         ),
         "stages sum over parameters that have blocks in several stacks": shared,
     }

@@ -52,14 +52,14 @@ def direction(
     factors: factor of each direction, a number or `[n]`. None: no factor.
     decay: function that adds weight decay to directions. None: the weight decay is part of the write.
     """
-    found = run_chain(update.update, state_of("update"), gradient, gradient, context)
+    directions = run_chain(update.update, state_of("update"), gradient, gradient, context)
     if factors is not None:
-        found = found * per_block(factors, found)
+        directions = directions * per_block(factors, directions)
     if decay is not None:
-        found = decay(found)
+        directions = decay(directions)
     if not update.after_decay:
-        return found
-    return run_chain(update.after_decay, state_of("after_decay"), gradient, found, context)
+        return directions
+    return run_chain(update.after_decay, state_of("after_decay"), gradient, directions, context)
 
 
 def is_checked(step: int) -> bool:
@@ -67,25 +67,25 @@ def is_checked(step: int) -> bool:
     return step <= CHECKED_UPDATES
 
 
-def require_finite(found: Tensor, gradient: Tensor, path: str, context: StepContext) -> None:
+def require_finite(directions: Tensor, gradient: Tensor, path: str, context: StepContext) -> None:
     """Raise ContractError if the direction of a block has inf or nan although its gradient is finite.
 
     Nothing is checked if all n blocks have had more than CHECKED_UPDATES updates.
 
-    found: directions `[n, *block]`.
+    directions: directions `[n, *block]`.
     gradient: gradients `[n, *block]` from which the directions were computed.
     path: path of the chain in the recipe, for the error.
     context: step counts of the blocks.
     """
     first = int(context.steps.min()) if context.uniform is None else context.uniform
-    if not is_checked(first) or not has_values(found):
+    if not is_checked(first) or not has_values(directions):
         return
-    bad = ~found.flatten(1).isfinite().all(1) & gradient.flatten(1).isfinite().all(1)
+    bad = ~directions.flatten(1).isfinite().all(1) & gradient.flatten(1).isfinite().all(1)
     if bad.any():
         raise ContractError(
-            f"{path}: the directions of {int(bad.sum())} of {len(bad)} blocks of shape "
-            f"{list(found.shape[1:])} hold inf or nan, though their gradients are finite; these directions were not "
-            "written. With checked=True the error names the stage that computed them"
+            f"{path}: the directions of {int(bad.sum())} of {len(bad)} blocks of shape {list(directions.shape[1:])} "
+            "hold inf or nan, though their gradients are finite; these directions were not written. With checked=True "
+            "the error names the stage that computed them"
         )
 
 
@@ -125,7 +125,7 @@ def move(
     state_of: StateOf,
     entries: tuple[Tensor, Tensor],
     context: StepContext,
-    scale: StepRates,
+    rates: StepRates,
     factors: Tensor | None = None,
 ) -> None:
     """Update entries of a parameter in place: add decay to the gradient, compute the direction, and write it.
@@ -134,20 +134,20 @@ def move(
 
     state_of, factors: as in `direction`.
     entries: (parameter, gradient), each `[n, *block]`.
-    scale: learning rate and weight decay of the write.
+    rates: learning rate and weight decay of the write.
     """
     parameter, dtype = entries[0], compute_dtype(entries[0].dtype)
     gradient = entries[1].to(dtype)
-    if scale.decay.in_gradient:
-        gradient = decayed_gradient(gradient, parameter.to(dtype), scale)
-    found = direction(update, state_of, gradient, context, factors)
+    if rates.decay.in_gradient:
+        gradient = decayed_gradient(gradient, parameter.to(dtype), rates)
+    directions = direction(update, state_of, gradient, context, factors)
     if context.numbers is None:  # a traced program has no values to check
-        require_finite(found, gradient, state_of("update").path, context)
+        require_finite(directions, gradient, state_of("update").path, context)
     mask = state_of("update").mask
     if mask is None:
-        write([parameter], [found], scale)
+        write([parameter], [directions], rates)
     else:
-        parameter.copy_(after_write(scale, parameter, found, per_block(mask, found)))
+        parameter.copy_(after_write(rates, parameter, directions, per_block(mask, directions)))
 
 
 def times_step_sizes(parameters: Tensor, state: State, sizes: Sequence[StateKey]) -> Tensor:
@@ -165,14 +165,14 @@ def times_step_sizes(parameters: Tensor, state: State, sizes: Sequence[StateKey]
     return parameters
 
 
-def plus_decay(parameters: Tensor, found: Tensor, scale: StepRates) -> Tensor:
+def plus_decay(parameters: Tensor, directions: Tensor, rates: StepRates) -> Tensor:
     """Return directions plus the weight decay of n parameters, all of which have the same rates.
 
     parameters: tensors `[n, *block]` that decay.
-    found: directions `[n, *block]`.
-    scale: the rates.
+    directions: directions `[n, *block]`.
+    rates: the rates.
     """
-    return with_decay([found], [parameters], scale)[0]
+    return with_decay([directions], [parameters], rates)[0]
 
 
 @dataclass(frozen=True)
@@ -209,12 +209,14 @@ class StackStep:
 
     def direction(self) -> Tensor:
         """Return the directions `[n, *block]` of all active blocks, computed by the stages."""
-        own, rows = self.blocks.stack_state, self.blocks.rows
-        factors = own.width_factors if own.width_factors is None or rows is None else own.width_factors[rows]
+        stack_state, rows = self.blocks.stack_state, self.blocks.rows
+        factors = stack_state.width_factors
+        if factors is not None and rows is not None:
+            factors = factors[rows]
         decay = None if self.decaying is None else self._add_decay
-        found = direction(own.rule, self.state, self.gradient, self.context, factors, decay)
-        require_finite(found, self.gradient, own.chain_path("update"), self.context)
-        return found
+        directions = direction(stack_state.rule, self.state, self.gradient, self.context, factors, decay)
+        require_finite(directions, self.gradient, stack_state.chain_path("update"), self.context)
+        return directions
 
     def rehearse(self) -> None:
         """Run the stages on a copy of the state and drop the result, so that a measured step can observe the stages.
@@ -228,14 +230,14 @@ class StackStep:
             state.tensors = copies
             return state
 
-        found = direction(self.blocks.stack_state.rule, state_of, self.gradient, self.context)
-        require_finite(found, self.gradient, self.state("update").path, self.context)
+        directions = direction(self.blocks.stack_state.rule, state_of, self.gradient, self.context)
+        require_finite(directions, self.gradient, self.state("update").path, self.context)
 
-    def _add_decay(self, found: Tensor) -> Tensor:
-        own, ids = self.blocks.stack_state, self.blocks.stack.param_ids
+    def _add_decay(self, directions: Tensor) -> Tensor:
+        stack_state, ids = self.blocks.stack_state, self.blocks.stack.param_ids
         assert self.decaying is not None
-        decaying = times_step_sizes(self.decaying, self.state("update"), own.step_sizes)
-        return self.rates.map_rows(own.path, ids, plus_decay, decaying, found)
+        decaying = times_step_sizes(self.decaying, self.state("update"), stack_state.step_sizes)
+        return self.rates.map_rows(stack_state.path, ids, plus_decay, decaying, directions)
 
 
 def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:
@@ -245,7 +247,7 @@ def sharing_sums(states: Sequence[StackState]) -> list[list[StackState]]:
     the parameter alone.
     """
     shared = connected([set(state.stack.param_ids.tolist()) if state.spans else set() for state in states])
-    return [sorted((states[index] for index in own), key=lambda state: state.stack.block) for own in shared]
+    return [sorted((states[index] for index in group), key=lambda state: state.stack.block) for group in shared]
 
 
 def run_together(steps: Sequence[StackStep], act: Callable[[StackStep], _T]) -> list[_T]:
@@ -261,4 +263,4 @@ def run_together(steps: Sequence[StackStep], act: Callable[[StackStep], _T]) -> 
     def run(step: StackStep) -> Callable[[ParameterSum], _T]:
         return lambda sums: act(replace(step, context=step.context.with_sums(sums)))
 
-    return run_stacks([run(step) for step in steps], [step.context.param_ids for step in steps])
+    return run_stacks([run(step) for step in steps], [step.context.matrix_ids for step in steps])

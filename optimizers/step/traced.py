@@ -67,9 +67,9 @@ class ScheduledNumbers:
     @classmethod
     def of(cls, update: UpdateRule, total_steps: int | None) -> ScheduledNumbers:
         """Return the scheduled numbers of an update."""
-        found: list[Schedule] = []
-        _with_numbers(update, lambda schedule: found.append(schedule))
-        return cls(tuple(found), total_steps if found else None)
+        of_numbers: list[Schedule] = []
+        _with_numbers(update, of_numbers.append)
+        return cls(tuple(of_numbers), total_steps if of_numbers else None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -194,8 +194,8 @@ class ProgramSource:
     sizes: slots in which stages store a step size of each block. Decay that is added to directions is multiplied by
         this step size.
     signals: by name, shape and dtype of each signal that stages request.
-    parameters: number of parameters to which the blocks belong, if stages take sums over the blocks of a parameter;
-        None if they take no such sums.
+    matrices: number of parameters to which the blocks belong, if stages take sums over the blocks of a parameter. Each
+        matrix of a view of a parameter counts. None: the stages take no such sums.
     """
 
     update: UpdateRule
@@ -213,7 +213,7 @@ class ProgramSource:
     widths: bool = False
     sizes: tuple[StateKey, ...] = ()
     signals: Mapping[str, TensorKind] = field(default_factory=dict)
-    parameters: int | None = None
+    matrices: int | None = None
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -241,7 +241,7 @@ class ProgramSource:
         else:
             known |= {signal_input(name): kind for name, kind in self.signals.items()}
             known |= {"seeds": (each, torch.int64), "steps": (each, torch.int64)}
-            known["param_index"] = None if self.parameters is None else (each, torch.int64)
+            known["matrix_index"] = None if self.matrices is None else (each, torch.int64)
             known["factor"] = (each, self.dtype) if self.widths else None
             known |= {} if self.decay is None else {"decaying": (entries, self.dtype), "alpha": number}
         known["mask"] = (each, torch.bool) if self.masked else None
@@ -257,8 +257,8 @@ class ProgramSource:
         """
         signals = {name: given[signal_input(name)] for name in self.signals}
         context = tracing_context(ask, questions, signals, given.get("steps"))
-        if self.parameters is not None:
-            context = context.with_sums(partial(sums_over, given["param_index"], self.parameters))
+        if self.matrices is not None:
+            context = context.with_sums(partial(sums_over, given["matrix_index"], self.matrices))
         storage = Storage(self.encoded, lambda: (given["seeds"], given["steps"]))
         held = {name: given[name] for name in self.slots}
         state = State(held, self.block, self.path, mask=given.get("mask"), storage=storage)
@@ -268,20 +268,20 @@ class ProgramSource:
                 return (direction(update, state.scope, given["gradient"], context, given.get("factor"), added),)
             assert self.decay is not None
             lr, shrink, alpha, rate, factor = (given[name] for name in WriteNumbers._fields)
-            scale = StepRates(lr, alpha, self.decay, rate, shrink)
-            move(update, state.scope, (given["parameter"], given["gradient"]), context, scale, factor)
+            rates = StepRates(lr, alpha, self.decay, rate, shrink)
+            move(update, state.scope, (given["parameter"], given["gradient"]), context, rates, factor)
             return ()
 
-    def _add_decay(self, given: Mapping[str, Tensor], state: State, found: Tensor) -> Tensor:
+    def _add_decay(self, given: Mapping[str, Tensor], state: State, directions: Tensor) -> Tensor:
         """Return directions plus their weight decay alpha W. The inputs `decaying` and `alpha` are W and alpha.
 
         given: the inputs of the program by name.
         state: state of the stages.
-        found: directions.
+        directions: directions `[N, *block]`.
         """
         assert self.decay is not None
-        scale = StepRates(1.0, given["alpha"], self.decay)
-        return plus_decay(times_step_sizes(given["decaying"], state.scope("update"), self.sizes), found, scale)
+        rates = StepRates(1.0, given["alpha"], self.decay)
+        return plus_decay(times_step_sizes(given["decaying"], state.scope("update"), self.sizes), directions, rates)
 
 
 def signal_input(name: str) -> str:
@@ -324,7 +324,7 @@ def _key(x: Any) -> Hashable:
     if isinstance(x, Mapping):
         return tuple((name, _key(value)) for name, value in x.items())
     if is_dataclass(x):
-        return type(x), *(_key(getattr(x, own.name)) for own in fields(x))
+        return type(x), *(_key(getattr(x, member.name)) for member in fields(x))
     return tuple(map(_key, x)) if isinstance(x, tuple) else cast(Hashable, x)
 
 
@@ -349,7 +349,7 @@ def tracing_context(
     """Return the context that stages receive while their operations are traced. No refresh of a stage is due in it.
 
     A number that depends on the step must not become a constant of the traced program. Stages therefore receive such a
-    number as a tensor, from the method `context.per_block`. If a stage reads `steps`, `phases`, `param_ids` or `seeds`
+    number as a tensor, from the method `context.per_block`. If a stage reads `steps`, `phases`, `matrix_ids` or `seeds`
     of the context, which are numbers of one step or stack on the host, ContractError is raised.
 
     ask: function that `context.per_block` calls. The argument is a stage's function of the step, and the result is a
@@ -362,7 +362,7 @@ def tracing_context(
     context = StepContext(
         np.ones(1, dtype=np.int64), np.zeros(1), np.zeros(1, dtype=np.int64), signals=signals, numbers=ask
     )
-    for name in ("steps", "phases", "param_ids", "seeds"):
+    for name in ("steps", "phases", "matrix_ids", "seeds"):
         del context.__dict__[name]
     context.__dict__["questions"] = questions
     context.__dict__["due"] = context.__dict__["asked"] = _NothingDue()
@@ -462,8 +462,8 @@ class Program:
 
         Numbers that depend on the step, such as bias corrections, are 1; all other inputs are 0.
         """
-        own, device = self.source.inputs, self.source.device
-        return [_sample(kind, device, float(name not in own)) for name, kind in self.inputs.items()]
+        known, device = self.source.inputs, self.source.device
+        return [_sample(kind, device, float(name not in known)) for name, kind in self.inputs.items()]
 
     def ordered(self, given: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the inputs of the program as a list, from tensors by name."""
@@ -641,12 +641,12 @@ def _one_by_one() -> dict[OpOverload, Callable[..., list[Tensor]]]:
     On a GPU, Inductor compiles an operation on a list as a kernel of its own, which it fuses with no other operation. A
     step of AdamW would then be two kernels, both of which read the moments.
     """
-    aten, found = torch.ops.aten, dict[OpOverload, Callable[..., list[Tensor]]]()
+    aten, functions = torch.ops.aten, dict[OpOverload, Callable[..., list[Tensor]]]()
     for name in ("add", "sub", "mul", "div", "lerp", "sign", "clamp_min", "copy"):
         packet = getattr(aten, f"_foreach_{name}")
         overloads = (overload for overload in packet.overloads() if not overload.endswith("out"))
-        found |= {getattr(packet, overload): partial(_each, getattr(aten, name)) for overload in overloads}
-    return found
+        functions |= {getattr(packet, overload): partial(_each, getattr(aten, name)) for overload in overloads}
+    return functions
 
 
 def _each(single: OpOverloadPacket, tensors: Sequence[Tensor], *others: Any, **options: Any) -> list[Tensor]:
@@ -668,5 +668,5 @@ def _without_guards(traced: torch.fx.GraphModule) -> CompiledCode:
     given = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
     with tracing(TracingContext(given[0].fake_mode)):
         graph: Any = compile_fx_inner(traced, given)
-    found: CompiledCode = graph.current_callable
-    return found
+    code: CompiledCode = graph.current_callable
+    return code

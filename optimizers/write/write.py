@@ -200,12 +200,12 @@ class WriteNumbers(NamedTuple):
     factor: float | Tensor = 1.0
 
     @classmethod
-    def of(cls, scale: StepRates) -> Self:
+    def of(cls, rates: StepRates) -> Self:
         """Return the numbers of  W <- W - lr alpha W - lr U  for a learning rate and weight decay, with factor 1.
 
         Numbers that are tensors stay tensors: the host does not read their values.
         """
-        return cls(scale.lr, scale.shrink, scale.alpha, scale.gradient_rate)
+        return cls(rates.lr, rates.shrink, rates.alpha, rates.gradient_rate)
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class Rates:
     groups: NDArray[np.int64]
     by_value: bool = True
     factor: float | Tensor = 1.0
-    _scales: dict[tuple[str, int], StepRates] = field(default_factory=dict, init=False, repr=False)
+    _rates: dict[tuple[str, int], StepRates] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def _firsts(self) -> dict[int, int]:
@@ -332,25 +332,25 @@ class Rates:
         path: path of the parameter's update in the recipe.
         position: position of the parameter.
         """
-        return self._scale(path, int(self.alike[position]) if self.same is None else self.same)
+        return self._of_group(path, int(self.alike[position]) if self.same is None else self.same)
 
-    def _scale(self, path: str, group: int) -> StepRates:
-        if (path, group) not in self._scales:
+    def _of_group(self, path: str, group: int) -> StepRates:
+        if (path, group) not in self._rates:
             hyper, (ratio, own) = self.hypers[group], self.routes.get(path, (1.0, None))
             decay, rate = (self.decay, hyper.weight_decay) if own is None else (own, own.rate)
             alpha = decay.alpha(rate, hyper.lr * ratio, hyper.peak_lr * ratio)
             lr = hyper.lr * ratio
             lr = lr if isinstance(self.factor, float) and self.factor == 1 else lr * self.factor
-            self._scales[path, group] = StepRates(lr, alpha, decay, rate)
-        return self._scales[path, group]
+            self._rates[path, group] = StepRates(lr, alpha, decay, rate)
+        return self._rates[path, group]
 
-    def replaced(self, scales: Mapping[tuple[str, int], StepRates]) -> Rates:
+    def replaced(self, rates: Mapping[tuple[str, int], StepRates]) -> Rates:
         """Return a copy with other learning rates and decays for some parameters.
 
-        scales: the new rates, by (path of an update in the recipe, index of the first group with equal rates).
+        rates: the new rates, by (path of an update in the recipe, index of the first group with equal rates).
         """
         found = replace(self)
-        found._scales.update(scales)
+        found._rates.update(rates)
         return found
 
     def alphas(self, path: str, positions: NDArray[np.int64]) -> list[float | Tensor]:
@@ -361,17 +361,17 @@ class Rates:
         path: path of the update of these parameters in the recipe.
         positions: positions of the parameters.
         """
-        return [self._scale(path, group).alpha for group in np.unique(self.alike[positions]).tolist()]
+        return [self._of_group(path, group).alpha for group in np.unique(self.alike[positions]).tolist()]
 
     def decays(self, path: str) -> bool:
         """Return True if alpha in  W <- W - lr alpha W - lr U  may differ from 0 for the update at `path`."""
-        alphas = (self._scale(path, group).alpha for group in self.hypers)
+        alphas = (self._of_group(path, group).alpha for group in self.hypers)
         return any(isinstance(alpha, Tensor) or alpha != 0 for alpha in alphas)
 
     def decays_gradients(self, path: str) -> bool:
         """Return True if the update at `path` adds weight decay to gradients, with a rate other than 0."""
         groups = self.hypers if self.same is None else (self.same,)
-        return any(self._scale(path, group).gradient_rate for group in groups)
+        return any(self._of_group(path, group).gradient_rate for group in groups)
 
     def map_rows(
         self,
@@ -390,14 +390,14 @@ class Rates:
         x, y: stacks `[n, *block]`. The result has the shape and dtype of y.
         """
         if self.same is not None:
-            return function(x, y, self._scale(path, self.same))
+            return function(x, y, self._of_group(path, self.same))
         groups = self.alike[positions]
         if (groups == groups[0]).all():
-            return function(x, y, self._scale(path, int(groups[0])))
+            return function(x, y, self._of_group(path, int(groups[0])))
         out = torch.empty_like(y)
         for group in np.unique(groups).tolist():
             rows = kept_on_device(np.flatnonzero(groups == group), y.device)
-            out[rows] = function(x[rows], y[rows], self._scale(path, group))
+            out[rows] = function(x[rows], y[rows], self._of_group(path, group))
         return out
 
     def idle(self, nonzero: Callable[[Sequence[int]], bool]) -> NDArray[np.bool_] | None:
@@ -462,7 +462,7 @@ class EntryUpdates(NamedTuple):
 def write(
     tensors: Sequence[Tensor],
     updates: Sequence[Tensor] | Tensor,
-    scale: StepRates,
+    rates: StepRates,
     mask: Sequence[Tensor] | None = None,
 ) -> None:
     """Change n tensors W in place by their updates U:  W <- W - lr alpha W - lr U.
@@ -470,80 +470,80 @@ def write(
     tensors: n tensors W.
     updates: n tensors U with the shapes of W, or one tensor `[n, ...]`, for which all W are computed as one tensor. The
         formula is computed in the dtype of U.
-    scale: lr and alpha.
+    rates: lr and alpha.
     mask: n 0-d booleans. A tensor with the mask False does not change. None: all tensors change.
     """
     if mask is not None:
         rows = StackRows(updates) if isinstance(updates, Tensor) else updates
-        put(tensors, over_stacks(partial(after_write, scale), tensors, rows, stack_of(mask)))
+        put(tensors, over_stacks(partial(after_write, rates), tensors, rows, stack_of(mask)))
         return
     if isinstance(updates, Tensor):
         stack = torch.stack(list(tensors)).to(updates.dtype)
-        _write([stack], [updates], scale)
+        _write([stack], [updates], rates)
         put(tensors, stack.unbind())
         return
     wide = in_dtypes_of(tensors, updates)
-    _write(wide, updates, scale)
+    _write(wide, updates, rates)
     if wide is not tensors:
         copied = [x is not y for x, y in zip(tensors, wide, strict=True)]
         put(list(compress(tensors, copied)), list(compress(wide, copied)))
 
 
-def after_write(scale: StepRates, before: Tensor, update: Tensor, mask: Tensor | None = None) -> Tensor:
+def after_write(rates: StepRates, before: Tensor, update: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the result of `write` as a new tensor, in the dtype of the update. The tensor `before` does not change.
 
     mask: booleans that broadcast against the tensors, False for entries that do not change. None: all entries change.
     """
-    if before.dtype is update.dtype and scale.decays and not scale.decay.after and not scale.decay.cautious:
-        after = before * scale.shrink
-        subtract_scaled_([after], [update], scale.lr)
-    elif before.dtype is update.dtype and not scale.decays and not isinstance(scale.lr, Tensor):
-        after = torch.add(before, update, alpha=-scale.lr)
+    if before.dtype is update.dtype and rates.decays and not rates.decay.after and not rates.decay.cautious:
+        after = before * rates.shrink
+        subtract_scaled_([after], [update], rates.lr)
+    elif before.dtype is update.dtype and not rates.decays and not isinstance(rates.lr, Tensor):
+        after = torch.add(before, update, alpha=-rates.lr)
     else:
         (after,) = copies([before], update.dtype)
-        _write([after], [update], scale)
+        _write([after], [update], rates)
     return after if mask is None else torch.where(mask, after, before)
 
 
-def _write(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRates) -> None:
-    if not scale.decay.after:
-        decay(tensors, updates, scale)
-    subtract_scaled_(tensors, updates, scale.lr)
-    if scale.decay.after:
-        decay(tensors, updates, scale)
+def _write(tensors: Sequence[Tensor], updates: Sequence[Tensor], rates: StepRates) -> None:
+    if not rates.decay.after:
+        decay(tensors, updates, rates)
+    subtract_scaled_(tensors, updates, rates.lr)
+    if rates.decay.after:
+        decay(tensors, updates, rates)
 
 
-def decay(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRates) -> None:
+def decay(tensors: Sequence[Tensor], updates: Sequence[Tensor], rates: StepRates) -> None:
     """Change tensors in place by their decay, without the update:  W <- W - lr alpha W.
 
     Cautious decay changes only entries with U W > 0.
     """
-    if not scale.decays:
+    if not rates.decays:
         return
-    if scale.decay.cautious:
-        terms = torch._foreach_mul(_decaying(tensors, updates, scale), scale.lr)
+    if rates.decay.cautious:
+        terms = torch._foreach_mul(_decaying(tensors, updates, rates), rates.lr)
         torch._foreach_sub_(list(tensors), terms)
     else:
-        scale_tensors_(tensors, scale.shrink)
+        scale_tensors_(tensors, rates.shrink)
 
 
-def with_decay(updates: Sequence[Tensor], tensors: Sequence[Tensor], scale: StepRates) -> Sequence[Tensor]:
+def with_decay(updates: Sequence[Tensor], tensors: Sequence[Tensor], rates: StepRates) -> Sequence[Tensor]:
     """Return the updates plus their decay,  U + alpha W, in the dtype of the updates.
 
     Cautious decay is added only to entries with U W > 0.
     """
-    if not scale.decays:
+    if not rates.decays:
         return updates
-    if scale.decay.cautious or isinstance(scale.alpha, Tensor):
-        return torch._foreach_add(list(updates), _decaying(tensors, updates, scale))
-    return torch._foreach_add(list(updates), list(in_dtypes_of(tensors, updates)), alpha=scale.alpha)
+    if rates.decay.cautious or isinstance(rates.alpha, Tensor):
+        return torch._foreach_add(list(updates), _decaying(tensors, updates, rates))
+    return torch._foreach_add(list(updates), list(in_dtypes_of(tensors, updates)), alpha=rates.alpha)
 
 
-def _decaying(tensors: Sequence[Tensor], updates: Sequence[Tensor], scale: StepRates) -> list[Tensor]:
+def _decaying(tensors: Sequence[Tensor], updates: Sequence[Tensor], rates: StepRates) -> list[Tensor]:
     """Return alpha W of each tensor, with zeros at entries that do not decay."""
     wide = list(in_dtypes_of(tensors, updates))
-    terms = torch._foreach_mul(wide, scale.alpha)
-    if scale.decay.cautious:
+    terms = torch._foreach_mul(wide, rates.alpha)
+    if rates.decay.cautious:
         agree = torch._foreach_sign(torch._foreach_mul(list(updates), wide))
         torch._foreach_clamp_min_(agree, 0.0)
         torch._foreach_mul_(terms, agree)
@@ -565,9 +565,9 @@ def where_masked(values: Tensor, others: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, others)
 
 
-def decayed_gradient(gradient: Tensor, parameter: Tensor, scale: StepRates) -> Tensor:
+def decayed_gradient(gradient: Tensor, parameter: Tensor, rates: StepRates) -> Tensor:
     """Return g + rate W for a gradient g if the decay is added to gradients, else g."""
-    rate = scale.gradient_rate
+    rate = rates.gradient_rate
     if isinstance(rate, Tensor):
         return gradient + parameter * rate
     return torch.add(gradient, parameter, alpha=rate) if rate else gradient

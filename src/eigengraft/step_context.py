@@ -17,7 +17,7 @@ from .errors import ContractError
 from .numerics import cached_tensors, kept_on_device, number_like, per_block, upload
 from .slots import State, StateKey
 
-_OF_A_STEP = frozenset({"steps", "phases", "param_ids", "seeds"})
+_OF_A_STEP = frozenset({"steps", "phases", "matrix_ids", "seeds"})
 """Fields with the numbers of one step or one stack. They must not be read while a program is traced, because the
 program would keep these numbers for all later steps."""
 Question = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
@@ -37,7 +37,7 @@ class StepContext:
     steps: `[N]`, number of updates of each block, including the present one: 1 at the first update. It is 0 while
         priming, when stages with `timing: lagged` see their first gradient and nothing is updated.
     phases: `[N]` in [0, 1), the fraction of a refresh interval after which each block is due.
-    param_ids: `[N]`, number of the parameter that each block belongs to. Each matrix of a view counts as a parameter.
+    matrix_ids: `[N]`, number of the parameter that each block belongs to. Each matrix of a view counts as a parameter.
     device: device of the stack.
     seeds: `[N]`, a number computed from the parameter's name and the block's key, the same in every run and on every
         rank.
@@ -59,7 +59,7 @@ class StepContext:
 
     steps: NDArray[np.int64]
     phases: NDArray[np.float64]
-    param_ids: NDArray[np.int64]
+    matrix_ids: NDArray[np.int64]
     device: torch.device = torch.device("cpu")
     seeds: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     signals: Mapping[str, Tensor | float] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class StepContext:
             self,
             steps=self.steps[cut],
             phases=self.phases[cut],
-            param_ids=self.param_ids[cut],
+            matrix_ids=self.matrix_ids[cut],
             seeds=self.seeds[cut],
             signals=signals,
             first=first,

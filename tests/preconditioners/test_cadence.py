@@ -102,7 +102,7 @@ class Faulty(Cadence):
             "numbers": steps % 2,
             "every block of the library": np.ones(9, dtype=bool),
             "the first block": bool(steps[0] % 2 == 0),
-            "the parameter": context.param_ids % 2 == 0,
+            "the parameter": context.matrix_ids % 2 == 0,
             "the place": np.arange(len(steps)) % 2 == steps % 2,
             "torch": torch.rand(len(steps)).numpy() < 0.5 if self.fault == "torch" else None,
             "numpy": np.random.rand(len(steps)) < 0.5 if self.fault == "numpy" else None,

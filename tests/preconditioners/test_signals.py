@@ -29,7 +29,7 @@ class Listener(Stage):
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
         heard = {name: torch.as_tensor(value).clone() for name, value in context.signals.items()}
-        self.received.append({"blocks": (context.param_ids >> 32).tolist(), **heard})  # positions, without views
+        self.received.append({"blocks": (context.matrix_ids >> 32).tolist(), **heard})  # positions, without views
         return torch.zeros_like(direction)
 
 

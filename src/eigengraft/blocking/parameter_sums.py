@@ -29,7 +29,7 @@ ParameterSum = Callable[[Tensor], Tensor]
 of all blocks of the same parameter, `[N]`."""
 
 
-def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence[NDArray[np.int64]]) -> list[_T]:
+def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], matrix_ids: Sequence[NDArray[np.int64]]) -> list[_T]:
     """Run the computations of several stacks, and return their results. A stack is a tensor of blocks with one shape.
 
     Each computation may request sums over all blocks of a parameter, which may be in several of the stacks. Numbers are
@@ -37,10 +37,10 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
     ends all of them. Raises ContractError unless all stacks request the same number of sums.
 
     runs: the computation of each stack. It receives the function by which it requests sums, `ParameterSum`.
-    param_ids: for each stack, the number of each block's parameter, `[N]`.
+    matrix_ids: for each stack, the number of each block's parameter, `[N]`, as in `StepContext`.
     """
     if len(runs) == 1:
-        return [runs[0](lambda values: _sums([values], param_ids)[0])]
+        return [runs[0](lambda values: _sums([values], matrix_ids)[0])]
     from greenlet import getcurrent, greenlet  # imported here, because few recipes sum over blocks of different shapes
 
     caller = getcurrent()
@@ -56,7 +56,7 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
                     f"{len(workers) - len(waiting)} of {len(workers)} stacks ended while others wait for a sum; call "
                     "`context.parameter_sum` equally often for blocks of every shape"
                 )
-            found = [worker.switch(own) for worker, own in zip(workers, _sums(found, param_ids), strict=True)]
+            found = [worker.switch(sums) for worker, sums in zip(workers, _sums(found, matrix_ids), strict=True)]
         return found
     finally:  # after an exception in one stack's computation, those of the other stacks still wait and must be ended
         for worker in workers:
@@ -64,44 +64,47 @@ def run_stacks(runs: Sequence[Callable[[ParameterSum], _T]], param_ids: Sequence
                 worker.throw()
 
 
-def _sums(values: Sequence[Tensor], param_ids: Sequence[NDArray[np.int64]]) -> Sequence[Tensor]:
+def _sums(values: Sequence[Tensor], matrix_ids: Sequence[NDArray[np.int64]]) -> Sequence[Tensor]:
     """Add up the numbers of all blocks of each parameter. The blocks are in stacks, tensors of blocks with one shape.
 
     Return one tensor `[N]` for each stack of N blocks, with the sum over all blocks of each block's parameter.
 
     values: for each stack, one number for each of its blocks, `[N]`.
-    param_ids: for each stack, the number of each block's parameter, `[N]`.
+    matrix_ids: for each stack, the number of each block's parameter, `[N]`.
     """
     added = values[0] if len(values) == 1 else torch.cat(list(values))
-    ids = param_ids[0] if len(param_ids) == 1 else np.concatenate(param_ids)
-    parameters, index = parameter_index(ids, added.device)
-    return torch.split(sums_over(index, parameters, added), [len(own) for own in values])
+    ids = matrix_ids[0] if len(matrix_ids) == 1 else np.concatenate(matrix_ids)
+    matrices, index = matrix_index(ids, added.device)
+    return torch.split(sums_over(index, matrices, added), [len(numbers) for numbers in values])
 
 
-def sums_over(index: Tensor, parameters: int, values: Tensor) -> Tensor:
+def sums_over(index: Tensor, matrices: int, values: Tensor) -> Tensor:
     """Return for each block the sum of `values` `[N]` over all blocks of the same parameter.
 
-    index: `[N]`, number of each block's parameter, from 0 to parameters - 1.
-    parameters: number of parameters. If there are as many parameters as blocks, each block is a whole parameter, and
-        its sum is its own value.
+    Each matrix of a view of a parameter counts as a parameter here.
+
+    index: `[N]`, number of each block's parameter, from 0 to matrices - 1.
+    matrices: number of parameters. If there are as many as blocks, each block is a whole parameter, and its sum is its
+        own value.
     """
-    if parameters == len(values):
+    if matrices == len(values):
         return values.clone()
-    return values.new_zeros(parameters).index_add_(0, index, values)[index]
+    return values.new_zeros(matrices).index_add_(0, index, values)[index]
 
 
-def parameter_index(param_ids: NDArray[np.int64], device: torch.device) -> tuple[int, Tensor]:
-    """Return the number P of distinct parameters, and numbers from 0 to P - 1 for each block's parameter, `[N]` on a
+def matrix_index(matrix_ids: NDArray[np.int64], device: torch.device) -> tuple[int, Tensor]:
+    """Return the number M of distinct parameters, and numbers from 0 to M - 1 for each block's parameter, `[N]` on a
     device.
 
-    Calls with equal `param_ids` return the same cached tensor.
+    Each matrix of a view of a parameter counts as a parameter. Calls with equal `matrix_ids` return the same cached
+    tensor.
 
-    param_ids: `[N]`, any number that identifies each block's parameter.
+    matrix_ids: `[N]`, any number that identifies each block's parameter, or its matrix.
     """
-    return _index(param_ids.tobytes(), device)
+    return _index(matrix_ids.tobytes(), device)
 
 
 @cached_tensors(maxsize=256)
-def _index(param_ids: bytes, device: torch.device) -> tuple[int, Tensor]:
-    found, index = np.unique(np.frombuffer(param_ids, dtype=np.int64), return_inverse=True)
+def _index(matrix_ids: bytes, device: torch.device) -> tuple[int, Tensor]:
+    found, index = np.unique(np.frombuffer(matrix_ids, dtype=np.int64), return_inverse=True)
     return len(found), kept_on_device(index.astype(np.int64), device)

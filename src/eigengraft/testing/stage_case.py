@@ -134,7 +134,7 @@ class StageBench:
             assert isinstance(found, Tensor)
             return found
 
-        return run_stacks([run], [context.param_ids])[0] if self.spans else run()
+        return run_stacks([run], [context.matrix_ids])[0] if self.spans else run()
 
     def measures(self, rows: slice) -> dict[str, Tensor]:
         """Return the measures that the stage reports for some blocks: by name, one number for each block, `[n]`.
