@@ -42,7 +42,7 @@ from .signals import Given, SignalSource, with_partners
 from .state.param_sets import ParamSets
 from .step.gradients import LossScale
 from .step.spikes import ranks_of
-from .step.step import ParamSet, prepare
+from .step.step import ParamSet, ReadySteps, prepare
 from .write.averaging import Mode
 from .write.closures import Passes, require_closure
 from .write.rounding import RoundingWatch
@@ -264,15 +264,9 @@ class Optimizer(ComposedOptimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         self._require_training_iterate()
-        loss_scale = LossScale.of(self) if {"grad_scale", "found_inf"} & vars(self).keys() else None
-        if loss_scale is not None and self.released is not None and self.released.stepped:
-            raise RuntimeError(
-                "release: parameters have stepped with gradients that a GradScaler has not divided by its scale; "
-                "train in bfloat16, which needs no scaler, or step without release"
-            )
+        loss_scale, signals = self._loss_scale(), self.param_sets.signals
         if closure is not None or self._calls_again is not None:
             require_closure(closure, self._calls_again, loss_scale is not None)
-        signals = self.param_sets.signals
         if loss_scale is not None and loss_scale.stops:
             self._collect_signals()
             signals.drop()
@@ -284,22 +278,9 @@ class Optimizer(ComposedOptimizer):
         start = None if rule is None else rule.begin(parameters)
         if isinstance(loss, (Tensor, float)):
             self.provide("loss", loss)
-        begun = None if self.released is None else self.released.finish()
-        if self._model is not None and begun is None and [p for p in parameters if p.grad is None and p.requires_grad]:
-            self._model.check(self.param_groups)
-        if not self._warned_of_no_gradient and self.released is None:
-            self._warn_of_no_gradient(parameters)
-        hypers, taken = (self.begin_step(), None) if begun is None else begun
-        if taken is not None:
-            self.param_sets.begin_step(self.state, taken)
-        counts = [] if rule is None else [(own, own.step_counts.copy()) for own in self.param_sets]
-        alone = self.param_sets.spikes is None and not self.param_sets.asks_signals
-        ready = prepare(self.param_sets, hypers, loss_scale, early=alone)
-        self._collect_signals()
-        if self.param_sets.spikes is not None and parameters:
-            ready = self.param_sets.spikes.apply(ready, signals.loss(parameters[0]))
-        if self.param_sets.asks_signals:
-            ready = with_partners(signals.asked, self.param_sets.rows(), signals.take(ready, taken))
+        hypers, taken = self._begin_given(parameters)
+        counts = [] if rule is None else [(param_set, param_set.step_counts.copy()) for param_set in self.param_sets]
+        ready = self._ready(parameters, hypers, taken, loss_scale)
         for group, hyper in zip(self.param_groups, hypers, strict=True):
             if hyper.peak_lr != group["peak_lr"]:
                 self._keep_peak(group, hyper)
@@ -317,6 +298,49 @@ class Optimizer(ComposedOptimizer):
         if self._rounding is not None and self._rounding.check(self):
             self._rounding = None
         return loss
+
+    def _loss_scale(self) -> LossScale | None:
+        """Return the numbers that a GradScaler has set on this optimizer for this step; None if there are none."""
+        if not {"grad_scale", "found_inf"} & vars(self).keys():
+            return None
+        if self.released is not None and self.released.stepped:
+            raise RuntimeError(
+                "release: parameters have stepped with gradients that a GradScaler has not divided by its scale; "
+                "train in bfloat16, which needs no scaler, or step without release"
+            )
+        return LossScale.of(self)
+
+    def _begin_given(self, parameters: Sequence[Tensor]) -> tuple[list[Hyper], int | None]:
+        """Begin a step whose gradients have been computed. Backward has begun it if it has updated parameters.
+
+        Return the values of param groups, and the number of steps before this one. None: the largest step count of the
+        parameters.
+        """
+        begun = None if self.released is None else self.released.finish()
+        if self._model is not None and begun is None and [p for p in parameters if p.grad is None and p.requires_grad]:
+            self._model.check(self.param_groups)
+        if not self._warned_of_no_gradient and self.released is None:
+            self._warn_of_no_gradient(parameters)
+        if begun is None:
+            return self.begin_step(), None
+        self.param_sets.begin_step(self.state, begun[1])
+        return begun
+
+    def _ready(
+        self, parameters: Sequence[Tensor], hypers: Sequence[Hyper], taken: int | None, loss_scale: LossScale | None
+    ) -> ReadySteps:
+        """Check the gradients. Return the parameter sets with the inputs of their steps, which have all signals.
+
+        taken: number of steps before this one. None: the largest step count of the parameters.
+        """
+        signals, spikes, asks = self.param_sets.signals, self.param_sets.spikes, self.param_sets.asks_signals
+        ready = prepare(self.param_sets, hypers, loss_scale, early=spikes is None and not asks)
+        self._collect_signals()
+        if spikes is not None and parameters:
+            ready = spikes.apply(ready, signals.loss(parameters[0]))
+        if asks:
+            ready = with_partners(signals.asked, self.param_sets.rows(), signals.take(ready, taken))
+        return ready
 
     def _collect_signals(self) -> None:
         """Call the functions that `provide` has received, and store the values of signals that they return."""
