@@ -211,6 +211,9 @@ class StepCase(Component):
             module, _, attribute = where.partition(":")
             setattr(importlib.import_module(module), attribute, value)
         made: torch.optim.Optimizer = self._peer_class()(list(parameters), **options)
+        lacking = [name for name in ("param_groups", "state", "step") if not hasattr(made, name)]
+        if lacking:
+            raise TypeError(f"peer: an optimizer has `{lacking[0]}`, which '{self.peer}' lacks; name its class")
         return made
 
     def _peer_class(self) -> Any:

@@ -235,7 +235,9 @@ class Inspection(Sequence[Measurement]):
             judgments = [("usual", ""), *map(_judgment, self.rows)]
             cells = [(*line, *judgment) for line, judgment in zip(cells, judgments, strict=True)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        legend = "usual: range of the measure in most runs, where one is known; other values need not be faults"
+        return "\n".join([*lines, *[legend] * self.judged])
 
     def __len__(self) -> int:
         return len(self.rows)

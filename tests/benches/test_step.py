@@ -94,9 +94,10 @@ def test_state_is_counted_by_storages() -> None:
 @pytest.mark.slow
 def test_rows_of_a_recipe_a_peer_and_a_library_that_is_missing() -> None:
     peer = {"peer": "torch.optim:AdamW", "maths": "adam", "options": {"fused": True}}
-    candidates = [{"recipe": "adamw", "maths": "adam"}, peer, {"peer": "no_such_library:Adam", "maths": "adam"}]
+    faulty = [{"peer": name, "maths": "adam"} for name in ("no_such_library:Adam", "builtins:list")]
+    candidates = [{"recipe": "adamw", "maths": "adam"}, peer, *faulty]
     rows = run_bench("step", candidates=candidates, sets=["squares:size=4"], warm=1)
-    own, other, missing = rows
+    own, other, missing, wrong = rows
     assert own["numbers"] == 256 * 16 and len(own["steps_ms"]) == 10 and own["counted"] and own["times_counted"]
     assert own["state"] == pytest.approx(8, abs=2.1) and other["state"] == pytest.approx(
         8 + 4 / 16, abs=0.01
@@ -109,6 +110,7 @@ def test_rows_of_a_recipe_a_peer_and_a_library_that_is_missing() -> None:
     )
     assert 0 < own["host"] <= own["largest"]
     assert missing["problem"] == "not installed: no_such_library" and "amortized" not in missing
+    assert "param_groups" in wrong["problem"] and "amortized" not in wrong
     assert own["over_best_other"] == pytest.approx(own["amortized"] / other["amortized"])
     assert other["over_best_other"] is None and math.isfinite(own["amortized"])
     assert missing["problem"] in lay_out(load_bench("step", {}).table(), rows)[1][2]

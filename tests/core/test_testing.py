@@ -28,7 +28,7 @@ from eigengraft.preconditioners import (
     RootSolver,
 )
 from eigengraft.preconditioners.roots.base import Basis
-from eigengraft.quantization import Int8, Quantizer
+from eigengraft.quantization import Float32, Int8, Quantizer
 from eigengraft.slots import Encoded, Uniform
 from eigengraft.testing import LawError, check_quantizer, check_solver, check_stage, check_task
 from eigengraft.testing.laws import Case, in_parentheses, require_close
@@ -534,6 +534,13 @@ def test_a_sound_quantizer_gets_a_report() -> None:
     report = check_quantizer(BrokenQuantizer())
     assert len(report.held) == 12 and "draws no random numbers" in str(report)
     assert "draws average out" in check_quantizer(Int8(min_elements=1, block_size=8, rounding="stochastic")).held
+
+
+def test_a_report_of_a_quantizer_has_bytes_and_error() -> None:
+    (note,) = check_quantizer(Int8(block_size=64), 64).notes
+    assert " 1.06 bytes per number" in note  # one scale of 4 bytes for 64 codes of one byte
+    (exact,) = check_quantizer(Float32(), 64).notes
+    assert " 4 bytes per number, with a relative error of 0" in exact
 
 
 # Tasks.

@@ -264,7 +264,8 @@ def test_the_worst_rows_are_the_ends_of_each_measure() -> None:
         ("c", "update_ratio"), ("b", "update_ratio"), ("a", "condition")
     ]  # fmt: skip
     assert [one.unusual for one in worst] == [True, True, False] and not row("a", "cosine", math.nan).unusual
-    head, largest, smallest, condition = str(worst).splitlines()
+    head, largest, smallest, condition, legend = str(worst).splitlines()
+    assert legend.startswith("usual: ")
     assert head.endswith("usual") and largest.endswith("0.0001 to 0.1  outside") and smallest.endswith("outside")
     assert condition.endswith("1 to 1e+06") and "usual" not in str(Inspection(tuple(rows)))
 

@@ -23,7 +23,7 @@ from eigengraft.quantization import Quantizer
 
 from .cadence_laws import CADENCE_LAWS, CadenceCase
 from .laws import AnyCase, Case, Law, LawReport, check
-from .quantizer_laws import QUANTIZER_LAWS, QuantizerCase
+from .quantizer_laws import QUANTIZER_LAWS, QuantizerCase, storage_note
 from .rule_laws import (
     RUN,
     SCHEDULE_LAWS,
@@ -144,13 +144,15 @@ def check_quantizer(quantizer: Quantizer, size: int = 9) -> LawReport:
             slots.
 
     Returns:
-        A report of the laws that hold and of the laws that do not apply.
+        A report of the laws that hold and of the laws that do not apply. Its note has the bytes and the relative error
+        of a stored matrix.
 
     Raises:
         LawError: laws are broken. The message names all broken laws.
         TypeError: `quantizer` is not an instance of Quantizer.
     """
-    return _check("check_quantizer", Quantizer, QuantizerCase(quantizer, size), QUANTIZER_LAWS)
+    case = QuantizerCase(quantizer, size)
+    return replace(_check("check_quantizer", Quantizer, case, QUANTIZER_LAWS), notes=(storage_note(case),))
 
 
 def check_cadence(cadence: Cadence, steps: int = 0) -> LawReport:

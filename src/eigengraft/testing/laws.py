@@ -119,7 +119,7 @@ class LawReport:
     who: name of the component.
     held: names of the laws that the component satisfies.
     skipped: laws that do not apply to the component, with the reason.
-    notes: sentences about possible faults for which there is no law.
+    notes: sentences about what no law judges, such as the bytes of a quantizer and possible faults of a task.
     """
 
     who: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,6 +68,19 @@ class QuantizerCase(Case[Quantizer]):
             slot = next((slot for slot in slots if self.component.unsupported(slot) is None), None)
             if slot is not None:
                 yield f" (of a slot of shape {shape})", slot, standard_normal(blocks, *shape, seed=1).square().float()
+
+
+def storage_note(case: QuantizerCase) -> str:
+    """Return a sentence about the bytes and the error of a stored matrix of order 64, or `case.size` if that is larger.
+
+    Small matrices would take more bytes for each number, because scales are stored too.
+    """
+    slot, x = replace(case, size=max(case.size, 64)).example(1)
+    encoded = case.component.encode(x)
+    stored = sum(part.nbytes for part in encoded.values()) / x.numel()
+    error = float((case.component.decode(encoded, slot, x.dtype) - x).norm() / x.norm())
+    what = f"a {slot.role.replace('_', ' ')} of {' x '.join(map(str, slot.shape))}"
+    return f"{what} takes {stored:.3g} bytes per number, with a relative error of {error:.2g}"
 
 
 def _nearly_one(like: Tensor, purpose: str) -> Tensor:
