@@ -39,7 +39,7 @@ class Meter:
     """A context manager that shows progress: bars in a terminal, else lines of plain text.
 
     A line has the date, and names and texts of two bars: the first bar and the bar that was just updated. At least 10
-    seconds pass between two lines.
+    seconds pass between two such lines. A bar that is added with a text is printed at once.
 
     console: console for bars and lines. None: standard error.
     """
@@ -71,6 +71,8 @@ class Meter:
             self._bars.start()
         bar = self._bars.add_task(name, total=total, text=text)
         self._expected[bar], self._texts[bar] = expected, text
+        if text and not self.console.is_terminal:
+            self._print(f"{name}: {text}")
         return bar
 
     def remove(self, bar: TaskID) -> None:
@@ -101,10 +103,12 @@ class Meter:
             self._bars.update(whole, text=self._described(whole))
         if not self.console.is_terminal and now >= self._next:
             shown = (task for place, task in enumerate(self._bars.tasks) if place == 0 or task.id == bar)
-            line = "; ".join(f"{task.description}: {task.fields['text']}" for task in shown)
-            typer.echo(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}", err=True)
+            self._print("; ".join(f"{task.description}: {task.fields['text']}" for task in shown))
             least, most = _LOG_SECONDS
             self._next = now + min(max(least, (now - self._began) / 20), most)
+
+    def _print(self, line: str) -> None:
+        typer.echo(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}", err=True)
 
     def _described(self, bar: TaskID) -> str:
         """Return the text of a bar, with its time left if that is known."""
@@ -133,7 +137,7 @@ def study_progress(
     from ..training.rundir import RunDirectory
 
     runs, left = len(prepared.runs), len(prepared.left)
-    bars: dict[str, TaskID] = {}
+    bars, elsewhere = dict[str, TaskID](), set[str]()
     done = runs - left
     with Meter(console) as meter:
         if prepared.phase == "tuning" and study.tune is not None:
@@ -154,8 +158,11 @@ def study_progress(
                 tick = event.value
                 shown = f"step {tick.step}/{tick.steps}  loss {format_loss(tick.loss)}  {tick.step_ms:.1f} ms"
                 meter.update(bars[run.directory], tick.step, shown)
-            elif run.directory in bars:  # runs of other workers have no bar
+            elif run.directory in bars:  # runs that other workers do have no bar
                 meter.remove(bars.pop(run.directory))
+            if event.kind == "elsewhere" and run.directory not in elsewhere:
+                elsewhere.add(run.directory)
+                meter.say(f"{title}: another worker does this run")
             if event.kind == "died":
                 step = max(RunDirectory(prepared.rendezvous.directory / run.directory).checkpoints(), default=0)
                 again = f"it continues from step {step}" if step else "it starts again, as it has no checkpoint"
