@@ -271,7 +271,6 @@ class Optimizer(ComposedOptimizer):
             self._collect_signals()
             signals.drop()
             return None
-        self.param_sets.consolidated = None
         parameters, rule = [p for group in self.param_groups for p in group["params"]], self.recipe.line_search
         passes = self._passes(closure, parameters)
         loss = None if passes is None else self._loss(passes, parameters)
@@ -330,6 +329,10 @@ class Optimizer(ComposedOptimizer):
         self, parameters: Sequence[Tensor], hypers: Sequence[Hyper], taken: int | None, loss_scale: LossScale | None
     ) -> ReadySteps:
         """Check the gradients. Return the parameter sets with the inputs of their steps, which have all signals.
+
+        The order matters: functions that provide signals are called after the check, which may divide gradients by the
+        scale of the loss; the check for spikes reads the loss, which `take` drops with all signals; and it may clip
+        gradients, of which partner signals are copies.
 
         taken: number of steps before this one. None: the largest step count of the parameters.
         """

@@ -149,11 +149,11 @@ class Stage(Schedulable, ABC, family="stage"):
 
     State. `Slot(shape, fill, role, frame)` declares a tensor `[N, *shape]`. fill is the initial value: a number, or
     "identity" for a matrix. role is the slot's purpose, by which recipes choose storage: "statistic", "root", "basis",
-    "first_moment", "second_moment" (the default), "iterate", "count" or "pending". frame says how a slot of the block's
-    shape changes when an eigenbasis around the stage changes its basis: "vector" rotates as a gradient does (momentum),
-    "square" changes as squares do (rms), and "none" (the default) stays. `v = state["v"]` loads the slot. v may be
-    changed in place. Assign it back after the last change: `state["v"] = v`. Every declared slot must be used.
-    `state.block` is the shape of the block.
+    "first_moment", "second_moment" (the default), "iterate", "count", "failures" or "pending". frame says how a slot
+    changes when an eigenbasis around the stage changes its basis: "vector" rotates as a gradient does (momentum),
+    "square" changes as squares do (rms), and so do "row" and "column", of slots without the block's last or last but
+    one axis, and "none" (the default) stays. `v = state["v"]` loads the slot. v may be changed in place. Assign it back
+    after the last change: `state["v"] = v`. Every declared slot must be used. `state.block` is the shape of the block.
 
     Context. `context.step` `[N]` is the number of each block's update: 1 at the first, 0 while priming.
     `context.holds(lambda steps: steps > 9)` tests a condition on these numbers on the host. The result is True if all

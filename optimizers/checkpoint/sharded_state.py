@@ -56,7 +56,7 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     rank_group = _rank_group(param_set)
     entries, views = manifest(param_set), param_set.views()
     found: list[dict[str, Tensor]] = [{} for _ in entries]
-    device = param_set.local[0].device
+    device = param_set.own_entries[0].device
     for chunk in _owned(entries):
         own = {i: views[p][key] for i, (p, key, entry) in enumerate(chunk) if entry.owner == rank_group.rank}
         sent = spread(rank_group, [entry for *_, entry in chunk], own, rank_group.mesh(device), device)
@@ -65,7 +65,7 @@ def sharded_state(param_set: ParamSet) -> list[dict[str, Tensor]]:
     for position, state in enumerate(views):
         for key, entry in entries[position].items():
             if entry.owner is None:
-                held = state[key] if key in state else param_set.local[position].to(entry.dtype)  # an empty shard
+                held = state[key] if key in state else param_set.own_entries[position].to(entry.dtype)  # an empty shard
                 found[position][key] = _as_parameter(held, param_set, position, entry.location)
     return found
 
@@ -125,7 +125,7 @@ def local_state(
     entries = manifest(param_set, mode)
     saved = [bool(own_state(values[parameter])) for parameter in param_set.parameters]
     entries = [own if there else {} for own, there in zip(entries, saved, strict=True)]
-    device, parameters = param_set.local[0].device, param_set.parameters
+    device, parameters = param_set.own_entries[0].device, param_set.parameters
     found: dict[Tensor, dict[str, Any]] = {p: host_state(values[p]) for p in parameters}
     for chunk in _owned(entries):
         shared = [_evenly(values[parameters[position]][key], rank_group, device) for position, key, _ in chunk]
@@ -331,7 +331,7 @@ def _shard(value: Tensor, param_set: ParamSet, position: int, like: Tensor) -> T
     if not is_divided(like, param_set, position):
         return local(value)
     if is_dtensor(value):
-        mesh, placements, cut = _division(param_set, position, like.ndim - param_set.local[position].ndim)
+        mesh, placements, cut = _division(param_set, position, like.ndim - param_set.own_entries[position].ndim)
         if not cut and (value.device_mesh, list(value.placements)) == (mesh, placements):
             return value.to_local()
         value = value.full_tensor()

@@ -117,7 +117,7 @@ def _fallbacks(own: StackState, param_set: ParamSet, position: int) -> Iterator[
     how, way = param_set.execution(own), "compiled" if own.rule.compile else "in chunks"
     for other, reason in how.why_not.items():
         yield f"not {other}: {reason}"
-    if isinstance(how, (Chunks, Entries)) and not param_set.local[position].is_contiguous():
+    if isinstance(how, (Chunks, Entries)) and not param_set.own_entries[position].is_contiguous():
         yield f"not {way}: it is not contiguous"
     if param_set.recipe.compile and not own.rule.compile and not isinstance(how, Fused):
         yield f"not compiled: {own.path}.compile is not set, and compile of the recipe is not for parameters of routes"

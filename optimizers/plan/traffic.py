@@ -21,7 +21,7 @@ from ..recipe.recipe import Recipe
 from ..stacks.placement import ParamSpec
 from ..stacks.rank_checks import numbers_sent
 from ..stacks.stack import round_bytes
-from ..step.exchange import decay_source
+from ..step.exchange import gathers_decaying
 
 
 @dataclass
@@ -158,7 +158,7 @@ def step_traffic(
     used, ranks = [recipe.rules()[path] for path in dict.fromkeys(s.path for s in specs)], len(layouts[0].boxes)
     replicated = all(layouts[block.position].replicated for group in block_groups for block in group.blocks)
     asked = asking(pair for rule in used for pair in rule.stages())
-    decays = any(decay_source(recipe, path) == "parameters" for path in dict.fromkeys(s.path for s in specs))
+    decays = any(gathers_decaying(recipe, path) for path in dict.fromkeys(s.path for s in specs))
     norms = "parameter_rms" in asked and not replicated
     rounds = pack(block_groups, round_bytes(specs, recipe, ranks)) if ranks > 1 else []
     begun = 2 * len(rounds) if recipe.distribution.overlap_backward and not replicated else 0

@@ -562,7 +562,7 @@ class Signals:
         asked = {name for spec in param_set.specs for name in self.asked[spec.path]}
         found: dict[str, object] = {**shared}
         if "parameter" in asked:
-            found["parameter"] = param_set.iterates.parameters
+            found["parameter"] = param_set.iterates.own_entries
         calls = [self._call(known_signals()[name], param_set, inputs) for name in sorted(asked - OWN)]
         if not calls:
             return replace(inputs, signals=found)

@@ -308,7 +308,7 @@ def _zero_iterates(param_set: ParamSet, position: int, state: Mapping[str, Tenso
     state: state of the parameter by key, with the values that other code has written.
     changed: keys whose values other code has changed.
     """
-    steps, weights = int(state["step"]), param_set.local[position]
+    steps, weights = int(state["step"]), param_set.own_entries[position]
     if not steps or not changed:
         return []
     slots = (pair for one in param_set.stack_states for pair in one.slots())

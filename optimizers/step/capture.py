@@ -197,9 +197,8 @@ class CapturedStacks:
         self.stack_states = [stack_state for group in groups for stack_state in group]
         self._of_kernels = [x for x in self.stack_states if isinstance(executions[x.number], Fused)]
         self.fused = {stack_state.number for stack_state in self._of_kernels}
-        self._constant = {
-            stack_state.path for stack_state in self._of_kernels
-        }  # paths of updates whose weight decay a graph stores as a constant
+        # paths of updates whose weight decay a graph stores as a constant
+        self._constant = {stack_state.path for stack_state in self._of_kernels}
         self.device, self.reason = self.stack_states[0].stack.device, not_captured(self.stack_states, recipe)
         if any(not executions[x.number].programs and x.number not in self.fused for x in self.stack_states):
             self.reason = self.reason or "each of its steps has a refresh, or sums over parameters of other stacks"
@@ -263,7 +262,7 @@ class CapturedStacks:
         if self._record is None:
             self._record = _recorded(body, {address for address, *_ in key.gradients})
             return None
-        self.reason = self._capture(body, inputs.held, {address for address, *_ in key.gradients})
+        self.reason = self._capture(body, inputs.own_entries, {address for address, *_ in key.gradients})
         return self.reason
 
     def _rates(self, rates: Rates) -> dict[tuple[str, int], StepRates]:
@@ -291,7 +290,7 @@ class CapturedStacks:
         decays = [(path, float(x)) for (path, _), rates in pairs for x in (rates.alpha, rates.gradient_rate)]
         return _Key(
             tuple(_place(inputs.gradients[at]) for at in positions),
-            tuple(_place(inputs.held[at]) for at in positions),
+            tuple(_place(inputs.own_entries[at]) for at in positions),
             tuple(x.data_ptr() for stack_state in self.stack_states for x in stack_state.tensors.values()),
             inputs.rates.alike.tobytes(),
             tuple(x == 0 for _, x in decays),

@@ -31,19 +31,16 @@ from .gradients import GivenGradients, GradientSurvey, LocalSurvey, gather_gradi
 from .inputs import StepInputs
 
 
-def decay_source(recipe: Recipe, path: str) -> str | None:
-    """Return "parameter" or "parameters" if an update adds weight decay alpha W to directions, else None.
+def gathers_decaying(recipe: Recipe, path: str) -> bool:
+    """Return True if a step gathers the tensors that decay, because weight decay alpha W is added to directions.
 
-    The result is the argument `source` with which `LocalStep.gather` gathers the tensors W: the signal "parameter" if a
-    stage requests it and the recipe has no averaging, else "parameters". If the result is None, the decay is applied
-    when updates are written into the parameters.
+    The result is False if the tensors W are the signal "parameter", which a stage of the update requests: a step then
+    gathers the signal. With an averaging, the tensors that decay may be others than the parameters.
 
     path: path of the update in the recipe.
     """
     rule = recipe.rules()[path]
-    if not rule.adds_decay():
-        return None
-    return "parameter" if recipe.averaging is None and "parameter" in asking(rule.stages()) else "parameters"
+    return rule.adds_decay() and (recipe.averaging is not None or "parameter" not in asking(rule.stages()))
 
 
 Write = Callable[[EntryUpdates], None]
@@ -94,7 +91,8 @@ class LocalExchange:
 class LocalStep:
     """Copies gradients of one step into stacks, and directions back to parameters. All parameters are in this process.
 
-    A step calls `gather` and `deliver` for one stack after another, then `finish`.
+    For one stack after another, a step calls `gradients` and other methods that return tensors of blocks, and then
+    `deliver`. At the end it calls `finish`.
 
     inputs: inputs of the step.
     iterates: state of the averaging and of constraints, with the parameters.
@@ -106,25 +104,27 @@ class LocalStep:
         self._stacks, self._numels, self._assembly = stacks, exchange.numels, Assembly()
 
     @cached_property
-    def decaying(self) -> Sequence[Tensor]:
+    def decaying_tensors(self) -> Sequence[Tensor]:
         """By position, the tensors to which weight decay applies."""
         return self.iterates.decaying()
 
-    def gather(self, blocks: ActiveBlocks, source: str) -> Tensor:
-        """Return active blocks of gradients, parameters or a signal as one tensor `[n, *block]`.
-
-        source: "gradients", which include the weight decay if the recipe adds it to gradients; "parameters", the
-            tensors to which weight decay applies; or the name of a signal with a number for each entry.
-        """
+    def gradients(self, blocks: ActiveBlocks) -> Tensor:
+        """Return the gradients of active blocks, `[n, *block]`, with the decay that the recipe adds to gradients."""
         stack, path, rates = blocks.stack, blocks.stack_state.path, self.inputs.rates
-        if source in self.inputs.signals:
-            return stack.gather(self.inputs.signals[source])
-        if source == "parameters":
-            return stack.gather(self.decaying)
         gradient = gather_gradients(blocks, self.inputs.gradients, self.inputs.survey)
-        decays = rates.decays_gradients(path)
-        both = gradient, stack.gather(self.iterates.parameters) if decays else gradient
-        return rates.map_rows(path, stack.param_ids, decayed_gradient, *both) if decays else gradient
+        if not rates.decays_gradients(path):
+            return gradient
+        return rates.map_rows(
+            path, stack.param_ids, decayed_gradient, gradient, stack.gather(self.iterates.own_entries)
+        )
+
+    def decaying(self, blocks: ActiveBlocks) -> Tensor:
+        """Return the entries of active blocks, `[n, *block]`, of the tensors to which weight decay applies."""
+        return blocks.stack.gather(self.decaying_tensors)
+
+    def signal(self, blocks: ActiveBlocks, name: str) -> Tensor:
+        """Return the entries of active blocks, `[n, *block]`, of a signal that has a number for each entry."""
+        return blocks.stack.gather(self.inputs.signals[name])
 
     def learning_rate(self, blocks: ActiveBlocks) -> Tensor | float:
         """Return the learning rate of n blocks, whose parameters are all in one param group."""
@@ -150,7 +150,7 @@ class LocalStep:
         positions: positions of the parameters in the parameter set.
         """
         values = dict[int, Tensor]()
-        for places, norms in norms_by_dtype([self.iterates.parameters[position] for position in positions]):
+        for places, norms in norms_by_dtype([self.iterates.own_entries[position] for position in positions]):
             values |= self._rms_from_norms([positions[place] for place in places], norms)
         return values
 
@@ -189,7 +189,7 @@ class LocalStep:
         positions: positions of the parameters in the parameter set.
         values: the updates, in the same order.
         """
-        self.write(EntryUpdates.of_parameters(self.iterates.parameters, positions, values))
+        self.write(EntryUpdates.of_parameters(self.iterates.own_entries, positions, values))
 
     def finish(self) -> None:
         """End the step after `deliver` was called for all blocks. Every update has been written by then."""
@@ -230,7 +230,7 @@ def find_signals(blocks: ActiveBlocks, exchange: LocalStep) -> dict[str, Tensor 
         value = given[name]
         match known[name].extent:
             case "entry":
-                values[name] = exchange.gather(blocks, name)
+                values[name] = exchange.signal(blocks, name)
             case "input_matrix" if len(stack.block) == 1:
                 pass
             case "input_matrix" | "output_matrix":

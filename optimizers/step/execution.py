@@ -65,13 +65,13 @@ class Execution:
         """The programs that a CUDA graph of this stack may contain. Empty if the stack has no traced program."""
         return ()
 
-    def update(self, blocks: ActiveBlocks, inputs: StepInputs, calls: FusedCalls) -> bool:
+    def try_in_place(self, blocks: ActiveBlocks, calls: FusedCalls) -> bool:
         """Update active blocks within the memory of their parameters, without a copy in a stack.
 
         Return False, and change nothing, if the blocks cannot be updated in this way in this step.
 
-        inputs: inputs of the step of all parameters.
-        calls: calls of fused kernels. Blocks that are added to them are updated later, when the caller runs the calls.
+        calls: inputs of the step, and its calls of fused kernels. Blocks that are added to the calls are updated later,
+            when the caller runs the calls.
         """
         return False
 
@@ -94,7 +94,7 @@ class Fused(Execution):
     adam: FusedAdam = field(kw_only=True)
     by_parameter = True
 
-    def update(self, blocks: ActiveBlocks, inputs: StepInputs, calls: FusedCalls) -> bool:
+    def try_in_place(self, blocks: ActiveBlocks, calls: FusedCalls) -> bool:
         return calls.add(self.adam, blocks)
 
 
@@ -149,7 +149,8 @@ class Chunks(Execution):
 
     by_parameter = True
 
-    def update(self, blocks: ActiveBlocks, inputs: StepInputs, calls: FusedCalls) -> bool:
+    def try_in_place(self, blocks: ActiveBlocks, calls: FusedCalls) -> bool:
+        inputs = calls.inputs
         return inputs.mask is None and _in_memory(blocks, inputs) and _run_chunks(blocks, inputs)
 
 
@@ -167,8 +168,9 @@ class Entries(Capturable):
     def programs(self) -> Sequence[Program]:
         return () if self.program is None else (self.program, *self.entries.values())
 
-    def update(self, blocks: ActiveBlocks, inputs: StepInputs, calls: FusedCalls) -> bool:
-        programs, counts = self.entries.values(), inputs.counts[blocks.stack.param_ids]
+    def try_in_place(self, blocks: ActiveBlocks, calls: FusedCalls) -> bool:
+        inputs, programs = calls.inputs, self.entries.values()
+        counts = inputs.counts[blocks.stack.param_ids]
         if inputs.mask is not None and not all(program.source.masked for program in programs):
             return False
         if not _in_memory(blocks, inputs) or not all(program.suits(counts) for program in programs):
@@ -182,7 +184,7 @@ def _in_memory(blocks: ActiveBlocks, inputs: StepInputs) -> bool:
 
     Parameters and gradients must be contiguous. No inspection may observe the stages (`StackState.watched`).
     """
-    tensors = (x[at] for at in blocks.stack.positions for x in (inputs.held, inputs.gradients))
+    tensors = (x[at] for at in blocks.stack.positions for x in (inputs.own_entries, inputs.gradients))
     return not blocks.stack_state.watched and all(x.is_contiguous() for x in tensors)
 
 
@@ -348,8 +350,10 @@ def _block_inputs(program: Program, step: StackStep, numbers: GraphNumbers | Non
 
     - All parameters of the stack have gradients and the same step count. If weight decay is added to directions, the
       parameters also have the same rates.
-    - No refresh is due, and nothing observes the stages (`inspect`, checked mode).
+    - No refresh is due, conditions of stages on the step have the results for which the program was traced
+      (`Program.suits`), and nothing observes the stages (`inspect`, checked mode).
     - If the step has a mask, which is True for each block with a usable gradient, the program was traced with a mask.
+    - The step has the signals with which the program was traced, in the same shapes.
 
     numbers: as in `Execution.direction`.
     """
@@ -420,7 +424,7 @@ def _run_chunks(blocks: ActiveBlocks, inputs: StepInputs) -> bool:
     for row, position in zip(blocks.row_numbers, blocks.stack.positions, strict=True):
         rates = inputs.rates.step_rates(stack_state.path, position)
         factors = None if stack_state.width_factors is None else stack_state.width_factors[row]
-        for entries, state in _chunks(stack_state, row, inputs.held[position], inputs.gradients[position]):
+        for entries, state in _chunks(stack_state, row, inputs.own_entries[position], inputs.gradients[position]):
             move(stack_state.rule, state.scope, entries, context, rates, factors)
     return True
 
@@ -451,7 +455,7 @@ def _run_entries(blocks: ActiveBlocks, inputs: StepInputs, programs: Mapping[tor
     """
     stack_state, positions, mask = blocks.stack_state, blocks.stack.positions, inputs.mask
     steps, writes = inputs.counts[blocks.stack.param_ids].tolist(), _writes(blocks, inputs)
-    parameters, gradients = [inputs.held[at] for at in positions], [inputs.gradients[at] for at in positions]
+    parameters, gradients = [inputs.own_entries[at] for at in positions], [inputs.gradients[at] for at in positions]
     alike = blocks.places is None and len({*steps}) == len({x.dtype for x in parameters}) == len({*writes}) == 1
     if programs[parameters[0].dtype].source.masked:
         mask = _all_usable(len(positions), stack_state.stack.device) if mask is None else mask[blocks.param_index]

@@ -343,7 +343,7 @@ class FusedCalls:
         calls = [(rows, call) for rows, call in chosen if call is not None]
         if len(calls) < len(chosen):
             return False
-        held = [inputs.held[position] for position in stack.positions]
+        held = [inputs.own_entries[position] for position in stack.positions]
         if inputs.mask is not None:
             made = _Copies.of(adam, blocks, inputs.mask, held)
             if sum(copies.nbytes for copies in (made, *self._copies)) > _copy_limit(stack.device):
@@ -352,7 +352,7 @@ class FusedCalls:
         if adam.small and blocks.places is None and len(calls) == 1:
             # made contiguous, because torch joins tensors in the format channels_last to a tensor in this format
             gathered = gather_gradients(blocks, inputs.gradients, inputs.survey)
-            ours, given = stack.gather(inputs.held).contiguous(), gathered.contiguous()
+            ours, given = stack.gather(inputs.own_entries).contiguous(), gathered.contiguous()
             first, second = (blocks.stack_state.tensors[name] for name in adam.names)
             calls[0][1].add_stack(held, (ours, given, first, second))
             return True

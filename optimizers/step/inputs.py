@@ -43,13 +43,11 @@ class StepInputs:
     active: `[P]` on the host, True for parameters that the step updates.
     written: `[P]` on the host, True for the active parameters that the step changes. It is False for a parameter whose
         gradient, the first one, only initializes statistics (priming).
-    writes_all: True if the step changes all P parameters.
     mask: `[P]` on the device, True for usable gradients. None: the gradients of all active parameters are usable.
     rates: learning rate and weight decay of each parameter.
     survey: facts about the full gradients, such as their norms.
-    counts: `[P]` on the host, number of gradients of each parameter. It is `ParamSet.step_counts` itself, so it
-        includes the present gradients as soon as `ParamSet.step` has counted them.
-    held: the entries of each parameter that this rank updates. In one process they are the parameters.
+    counts: `[P]` on the host, number of gradients of each parameter, including the present gradient if it is active.
+    own_entries: the entries of each parameter that this rank updates. In one process they are the parameters.
     signals: inputs of stages beside gradients, of two kinds. A sum of a slot over all parameters is a number, under the
         key of the slot. A signal is stored under its name, in a form that follows from its `Signal.extent`:
         "step": one number.
@@ -67,12 +65,11 @@ class StepInputs:
     gradients: Sequence[Any]
     active: NDArray[np.bool_]
     written: NDArray[np.bool_]
-    writes_all: bool
     mask: Tensor | None
     rates: Rates
     survey: GradientSurvey
     counts: NDArray[np.int64]
-    held: Sequence[Tensor]
+    own_entries: Sequence[Tensor]
     signals: Mapping[str, Any] = field(default_factory=dict)
     numbers: GraphNumbers | None = None
     found_inf: Tensor | None = None

@@ -1,8 +1,8 @@
-"""Offloaded state in a step: it is copied to the device before the program of a stack, and back to the host after it.
+"""Offloaded state in a step: it is copied to the device before the step of a stack, and back to the host after it.
 
 Stacks whose stages sum over the same parameter form a group; any other stack is a group by itself. While one group
 computes, the state of the next group is copied. A device has two buffers, which the groups use in turns. Each buffer is
-as large as the largest state of a group, so the device holds the state of at most two groups. A program on a CPU
+as large as the largest state of a group, so the device holds the state of at most two groups. A step on a CPU
 computes in host memory, and nothing is copied: pages of state that is in a file are read ahead, and are released from
 the process's memory afterwards.
 

@@ -32,9 +32,19 @@ from ..stacks.rank_checks import RankChecks, agreed_numbers
 from ..stacks.stack import ActiveBlocks, StackState, round_bytes, sends_parameters
 from ..write import IterateStore
 from ..write.write import EntryUpdates, StepRates, after_write, decayed_gradient
-from .exchange import LocalExchange, LocalStep, Write, decay_source
+from .exchange import LocalExchange, LocalStep, Write, gathers_decaying
 from .gradients import GivenGradients, GradientSurvey
 from .inputs import StepInputs
+
+_GRADIENTS = "gradients"
+"""Name of the messages with gradients."""
+_DECAYING = "parameters"
+"""Name of the messages with the tensors to which weight decay applies."""
+
+
+def _signal(name: str) -> str:
+    """Return the name of the messages with a signal."""
+    return f"signal {name}"
 
 
 class RankExchange(LocalExchange):
@@ -46,7 +56,7 @@ class RankExchange(LocalExchange):
     `RankStep.finish` sends each part to the others.
 
     needs_rms: True if a stage requests the root mean squares of parameters.
-    needs_parameters: True if owners of blocks need the tensors to which weight decay applies.
+    sends_decaying: True if owners of blocks receive the tensors to which weight decay applies.
     sends_parameters: True if owners send updated parameters in place of updates.
     moves_at_once: True if updates are written together at the end of a step, because constraints sum over all ranks.
     exchanged: positions of the parameters whose blocks are sent.
@@ -83,7 +93,7 @@ class RankExchange(LocalExchange):
         self.exchanged = [i for i, spec in enumerate(specs) if not spec.without_owners]
         used = [recipe.rules()[path] for path in dict.fromkeys(self.paths)]
         self.needs_rms = any("parameter_rms" in requested(stage) for rule in used for _, stage in rule.stages())
-        self.needs_parameters = any(decay_source(recipe, path) == "parameters" for path in dict.fromkeys(self.paths))
+        self.sends_decaying = any(gathers_decaying(recipe, path) for path in dict.fromkeys(self.paths))
         self.moves_at_once = iterates.shard_sums is not None
         self.sends_parameters = sends_parameters(specs, recipe)
         if self.sends_parameters and iterates:
@@ -91,7 +101,7 @@ class RankExchange(LocalExchange):
                 "distribution.gather: must be 'updates' with averaging or constraints, which need the updates on every "
                 "rank, got 'parameters'"
             )
-        empty = [i for i, held in enumerate(iterates.parameters) if not held.numel() and self.numels[i]]
+        empty = [i for i, held in enumerate(iterates.own_entries) if not held.numel() and self.numels[i]]
         self.at_end = sorted({*empty, *self.exchanged} if self.moves_at_once else empty if iterates else ())
 
     def survey(self, given: GivenGradients) -> GradientSurvey:
@@ -108,7 +118,7 @@ class RankExchange(LocalExchange):
 
     def begin(self, inputs: StepInputs, stacks: Sequence[StackState], write: Write) -> RankStep:
         self._used_gradients.record_step()
-        begun, self._gathering = {("gradients", index): work for index, work in self._gathering.items()}, {}
+        begun, self._gathering = {(_GRADIENTS, index): work for index, work in self._gathering.items()}, {}
         return RankStep(self, inputs, stacks, write, begun)
 
     def gather_parts(self, active: NDArray[np.bool_]) -> None:
@@ -152,19 +162,19 @@ class RankStep(LocalStep):
         self.exchange, self._held = exchange, dict[int, tuple[Tensor, Tensor]]()
         if exchange.needs_rms:  # computed before a stage reads it, because all ranks must take part in the sum
             self._rms = self._root_mean_squares()
-        sources: dict[str, Source] = {"gradients": self._entries}
-        if exchange.needs_parameters:
-            sources["parameters"] = reading(self.decaying)
+        sources: dict[str, Source] = {_GRADIENTS: self._entries}
+        if exchange.sends_decaying:
+            sources[_DECAYING] = reading(self.decaying_tensors)
         known = known_signals() if inputs.signals else {}
         for name in sorted(known.keys() & inputs.signals.keys()):  # sorted, because all ranks send in the same order
             if known[name].extent == "entry":
-                sources[name] = reading(inputs.signals[name])
+                sources[_signal(name)] = reading(inputs.signals[name])
         self.comm_step = CommStep(exchange.comm_plan, sources, self._receive, begun)
 
     def _root_mean_squares(self) -> dict[int, Tensor]:
         if self.exchange.comm_plan.replicated:
             return self._rms_of(self.exchange.exchanged)
-        norms = self.exchange.rank_checks.parameter_norms(self.iterates.parameters)
+        norms = self.exchange.rank_checks.parameter_norms(self.iterates.own_entries)
         return self._rms_from_norms(range(len(norms)), norms)
 
     def _entries(self, position: int, view: EntryView) -> Tensor | None:
@@ -179,17 +189,33 @@ class RankStep(LocalStep):
         path, rates = self.exchange.paths[position], self.inputs.rates
         if gradient is None or not rates.decays_gradients(path):
             return None if gradient is None else view(gradient)
-        parameter, dtype = self.iterates.parameters[position], compute_dtype(gradient.dtype)
+        parameter, dtype = self.iterates.own_entries[position], compute_dtype(gradient.dtype)
         own_rates = rates.step_rates(path, position)
         return decayed_gradient(view(gradient).to(dtype), view(parameter).to(dtype), own_rates)
 
-    def gather(self, blocks: ActiveBlocks, source: str) -> Tensor:
+    def gradients(self, blocks: ActiveBlocks) -> Tensor:
+        received = self._received(blocks, _GRADIENTS)
+        return super().gradients(blocks) if received is None else received
+
+    def decaying(self, blocks: ActiveBlocks) -> Tensor:
+        received = self._received(blocks, _DECAYING)
+        return super().decaying(blocks) if received is None else received
+
+    def signal(self, blocks: ActiveBlocks, name: str) -> Tensor:
+        received = self._received(blocks, _signal(name))
+        return super().signal(blocks, name) if received is None else received
+
+    def _received(self, blocks: ActiveBlocks, source: str) -> Tensor | None:
+        """Return active blocks of tensors that ranks send, `[n, *block]`. None: they are not sent, and are read here.
+
+        source: name of the tensors in `CommStep.sources`.
+        """
         group = blocks.stack_state.block_group
         if group is None:
-            return super().gather(blocks, source)
+            return None
         self.comm_step.advance(self.exchange.comm_plan.starts[group])
         if source not in self.comm_step.sources:
-            return super().gather(blocks, source)
+            return None
         stack = self.comm_step.gather(group, source)
         return stack if blocks.rows is None else stack.index_select(0, blocks.rows)
 
@@ -208,7 +234,7 @@ class RankStep(LocalStep):
         direction: directions `[n, *block]`.
         """
         stack_state, inputs = blocks.stack_state, self.inputs
-        before = blocks.stack.gather(self.iterates.parameters)
+        before = blocks.stack.gather(self.iterates.own_entries)
 
         def write(x: Tensor, update: Tensor, rates: StepRates) -> Tensor:
             return after_write(rates.without_decay if stack_state.adds_decay else rates, x, update)
@@ -227,7 +253,7 @@ class RankStep(LocalStep):
         arrived: pairs (`Transfer`, tensor). The tensor has entries that the owner of a block has sent, and the
             `Transfer` says where these entries are stored.
         """
-        parameters = self.iterates.parameters
+        parameters = self.iterates.own_entries
         if self.iterates:
             rows = [(i, parameters[i], whole) for i, whole in assemble(self._assembly, arrived, parameters).items()]
         else:
@@ -241,7 +267,7 @@ class RankStep(LocalStep):
             self.write(EntryUpdates.of_rows(rows))
 
     def finish(self) -> None:
-        active, parameters = self.inputs.active, self.iterates.parameters
+        active, parameters = self.inputs.active, self.iterates.own_entries
         self.comm_step.close()
         del self.comm_step  # breaks a reference cycle, so that tensors are freed at once
         # All ranks must write the same parameters together: constraints sum norms over ranks, and an averaging stores

@@ -1,9 +1,9 @@
 """The reasons why steps of a stack do not run by torch's fused kernels, in the memory of the parameters, by a compiled
 program, or in a device graph. `show` prints them.
 
-The reasons are known before the first step. The table in docs/architecture.md has all of them. Three further decisions
-are taken step by step, where the step is known: `Execution.update` returns False, `CapturedStacks.unfit` returns a
-reason, and `ParamSet.launch_early` returns False.
+The reasons are known before the first step. Further decisions are taken step by step, where the step is known:
+`Execution.try_in_place` returns False, `Compiled.direction` runs the stages, `CapturedStacks.unfit` returns a reason,
+and `ParamSet.launch_early` returns False. docs/architecture.md has a table of both kinds.
 """
 
 from __future__ import annotations

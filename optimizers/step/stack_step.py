@@ -1,6 +1,6 @@
-"""The program of a stack: a function of tensors that computes one step of the blocks of the stack.
+"""The step of a stack by its stages: functions of tensors that compute the update of the blocks of the stack.
 
-`execution.py` chooses how the program runs: on the whole stack, in chunks, or compiled.
+`execution.py` chooses whether they run on the whole stack, in chunks, or as a compiled program (`traced.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ writes in one call."""
 
 
 def direction(
-    update: UpdateRule,
+    rule: UpdateRule,
     state_of: StateOf,
     gradient: Tensor,
     context: StepContext,
@@ -52,14 +52,14 @@ def direction(
     factors: factor of each direction, a number or `[n]`. None: no factor.
     decay: function that adds weight decay to directions. None: the weight decay is part of the write.
     """
-    directions = run_chain(update.update, state_of("update"), gradient, gradient, context)
+    directions = run_chain(rule.update, state_of("update"), gradient, gradient, context)
     if factors is not None:
         directions = directions * per_block(factors, directions)
     if decay is not None:
         directions = decay(directions)
-    if not update.after_decay:
+    if not rule.after_decay:
         return directions
-    return run_chain(update.after_decay, state_of("after_decay"), gradient, directions, context)
+    return run_chain(rule.after_decay, state_of("after_decay"), gradient, directions, context)
 
 
 def is_checked(step: int) -> bool:
@@ -121,7 +121,7 @@ def _finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def move(
-    update: UpdateRule,
+    rule: UpdateRule,
     state_of: StateOf,
     entries: tuple[Tensor, Tensor],
     context: StepContext,
@@ -140,8 +140,8 @@ def move(
     gradient = entries[1].to(dtype)
     if rates.decay.in_gradient:
         gradient = decayed_gradient(gradient, parameter.to(dtype), rates)
-    directions = direction(update, state_of, gradient, context, factors)
-    if context.numbers is None:  # a traced program has no values to check
+    directions = direction(rule, state_of, gradient, context, factors)
+    if not context.traced:
         require_finite(directions, gradient, state_of("update").path, context)
     mask = state_of("update").mask
     if mask is None:

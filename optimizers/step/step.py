@@ -27,7 +27,7 @@ from ..write import IterateStore, ParameterUpdate
 from ..write.averaging import Mode
 from ..write.write import EntryUpdates, Hyper, Rates, write
 from .capture import Graphs
-from .exchange import LocalExchange, LocalStep, decay_source, find_signals
+from .exchange import LocalExchange, LocalStep, find_signals, gathers_decaying
 from .execution import Execution, Fused, choose_execution
 from .fused import FusedCalls
 from .gradients import FiniteCheck, GivenGradients, GradientCheck, LossScale, copy_answers
@@ -48,7 +48,9 @@ class ParamSet:
     """P parameters on one device that the same ranks share. Their positions are 0 .. P - 1.
 
     specs: name, update, placement and param group of each parameter.
-    local: for each parameter, the entries that this rank updates. In one process they are the parameter itself.
+    own_entries: for each parameter, the entries that this rank updates. In one process they are the parameter itself.
+        `StepInputs` and `IterateStore` have the same list. Its items are replaced before every step, because a
+        framework may have replaced the memory of a parameter.
     rank_group: ranks that share the parameters. None: this process updates the parameters alone.
     step_counts: `[P]` on the host, number of gradients of each parameter so far. `state["step"]` of a parameter is a
         view of one entry.
@@ -74,9 +76,10 @@ class ParamSet:
         self.recipe, self.rank_group, self.rules = recipe, rank_group, recipe.rules()
         routes = ((path, rule) for path, rule in self.rules.items() if isinstance(rule, Route))
         self._routes = {path: (route.lr_multiplier, route.weight_decay) for path, route in routes}
-        self._decay_sources = {path: decay_source(recipe, path) for path in self.rules}
+        self._adds_decay = {path: rule.adds_decay() for path, rule in self.rules.items()}
+        self._gathers_decaying = {path: gathers_decaying(recipe, path) for path in self.rules}
         self._complex = any(parameter.is_complex() for parameter in parameters)
-        self.names, self.local = [spec.name for spec in specs], self._local(parameters)
+        self.names, self.own_entries = [spec.name for spec in specs], self._local(parameters)
         self.step_counts: NDArray[np.int64] = np.zeros(len(parameters), dtype=np.int64)
         self._begun = self.step_counts > 0
         self._nonempty = np.array([math.prod(spec.shape) > 0 for spec in specs], dtype=np.bool_)
@@ -108,7 +111,7 @@ class ParamSet:
         constrains_shards = any(spec.divided and self.rules[spec.path].constraints for spec in specs)
         shard_sums = rank_checks.sums if rank_checks is not None and constrains_shards else None
         paired = {path for path, update in self.rules.items() if "partner_before" in asking(update.stages())}
-        self.iterates = IterateStore(recipe.averaging, constraints, self.local, paths, shard_sums, paired)
+        self.iterates = IterateStore(recipe.averaging, constraints, self.own_entries, paths, shard_sums, paired)
         self._keeps_iterates = bool(self.iterates)
         # a graph reads gradients at fixed addresses, so the check of gradients does not copy gradients of small
         # parameters into stacks
@@ -201,7 +204,7 @@ class ParamSet:
 
     def swap_iterate(self, mode: Mode) -> None:
         """Copy the iterate for training or for evaluation into the parameters, as `mode` says."""
-        self.local[:] = self._local(
+        self.own_entries[:] = self._local(
             self.parameters
         )  # new views: a framework may have replaced the memory of the parameters
         self.iterates.swap(mode, self.update_counts)
@@ -262,7 +265,7 @@ class ParamSet:
         loss_scale: numbers of a scaler of the loss. None: there is no scaler.
         only: `[P]`, True for parameters to check, if the step updates its parameters in several calls. None: all.
         """
-        self.local[:] = self._local(self.parameters)
+        self.own_entries[:] = self._local(self.parameters)
         gradients = [p.grad if only is None or only[at] else None for at, p in enumerate(self.parameters)]
         if self.rank_group is not None or any_dtensors(gradients):
             places = range(len(gradients)) if only is None else np.flatnonzero(only).tolist()
@@ -287,7 +290,11 @@ class ParamSet:
 
     @cached_property
     def _may_launch_early(self) -> bool:
-        """True if fused kernels compute every step of this set, and change nothing if `StepInputs.found_inf` is 1."""
+        """True if fused kernels compute every step of this set, and change nothing if `StepInputs.found_inf` is 1.
+
+        It is False on a CPU, with several ranks, graphs, offloaded state, an averaging or a constraint, and if weight
+        decay follows the update, because that decay is a kernel of its own.
+        """
         return (
             self.specs[0].device.type != "cpu"
             and self.rank_group is None
@@ -303,9 +310,9 @@ class ParamSet:
         host has read such a result, the caller must call `take_back`, and run the step of the parameters with usable
         gradients.
 
-        Return False, and launch nothing, if the step cannot be launched early. There are four reasons: the host need
-        not read the check, not all parameters are updated by torch's fused kernels, a learning rate is a tensor, or
-        `inspect` or `checked=True` observes the stages.
+        Return False, and launch nothing, if the step cannot be launched early: it could not be undone or repeated
+        (`_may_launch_early`), the host need not read the check, a learning rate is a tensor, or `inspect` or
+        `checked=True` observes the stages.
         """
         answers = check.answers
         if not self._may_launch_early or answers is None:
@@ -348,23 +355,23 @@ class ParamSet:
         gradients = list(check.given.gradients)
         if self.rank_group is not None:
             gradients = [None if x is None else self.part(position, x) for position, x in enumerate(gradients)]
-        written = active & (self.step_counts >= self._priming)  # the first gradient of some updates only primes
+        counts: NDArray[np.int64] = self.step_counts + active
+        written = active & (counts > self._priming)  # the first gradient of some updates only primes
         return StepInputs(
             gradients=gradients,
             active=active,
             written=written,
-            writes_all=bool(written.all()),
             mask=mask,
             rates=check.given.rates,
             survey=check.survey,
-            counts=self.step_counts,
-            held=self.local,
+            counts=counts,
+            own_entries=self.own_entries,
             found_inf=found_inf,
         )
 
     def step(self, inputs: StepInputs) -> None:
         """Update every parameter that has a usable gradient."""
-        self.step_counts += inputs.active
+        self.step_counts[:] = inputs.counts
         self._begun |= inputs.active
         if self._keeps_iterates:
             self.iterates.signals = inputs.signals
@@ -386,8 +393,8 @@ class ParamSet:
         calls = FusedCalls(inputs)
         active: NDArray[np.bool_] | None = None
         first: NDArray[np.bool_] | None = None
-        if not inputs.writes_all:
-            active, first = inputs.active, inputs.active & (self.step_counts == 1)
+        if not inputs.written.all():
+            active, first = inputs.active, inputs.active & (inputs.counts == 1)
         if self.offloaded is not None:
             self.offloaded.schedule(groups, inputs.active)
         for group in groups:
@@ -414,7 +421,7 @@ class ParamSet:
             blocks, execution = together[0], self.execution(together[0].stack_state)
             if isinstance(execution, Fused) and blocks.stack_state.watched:
                 self._stack_step(blocks, exchange).rehearse()
-            if len(together) > 1 or not execution.update(blocks, exchange.inputs, calls):
+            if len(together) > 1 or not execution.try_in_place(blocks, calls):
                 self._advance(together, exchange, priming)
 
     def _advance(self, together: Sequence[ActiveBlocks], exchange: LocalStep, priming: bool) -> None:
@@ -464,8 +471,8 @@ class ParamSet:
 
         blocks: the blocks of a stack (all with one shape) that the step updates.
         """
-        gradient, inputs = exchange.gather(blocks, "gradients"), exchange.inputs
-        context = blocks.stack_state.context(blocks, self.step_counts, find_signals(blocks, exchange))
+        gradient, inputs = exchange.gradients(blocks), exchange.inputs
+        context = blocks.stack_state.context(blocks, inputs.counts, find_signals(blocks, exchange))
         mask = None if inputs.mask is None else inputs.mask[blocks.param_index]
         decaying = self._decaying(blocks, context, exchange)
         return StackStep(blocks, gradient, mask, context, inputs.rates, decaying)
@@ -473,18 +480,20 @@ class ParamSet:
     def _decaying(self, blocks: ActiveBlocks, context: StepContext, exchange: LocalStep) -> Tensor | None:
         """Return the tensors whose weight decay is added to directions. Return None if no decay is added to them."""
         path = blocks.stack_state.path
-        source = self._decay_sources[path]
-        if source is None or not (self.rules[path].after_decay or exchange.inputs.rates.decays(path)):
+        if not (self._adds_decay[path] and (self.rules[path].after_decay or exchange.inputs.rates.decays(path))):
             return None
-        known = context.signals.get(source)
-        return known if isinstance(known, Tensor) else exchange.gather(blocks, source)
+        if self._gathers_decaying[path]:
+            return exchange.decaying(blocks)
+        parameter = context.signals["parameter"]
+        assert isinstance(parameter, Tensor)
+        return parameter
 
     def _write(self, updates: EntryUpdates, inputs: StepInputs) -> None:
         """Apply updates to the parameters that the step changes. Updates of other parameters are dropped.
 
         Parameters with the same update rule, learning rate and weight decay are processed together.
         """
-        if not inputs.writes_all:
+        if not inputs.written.all():
             updates = updates.chosen(inputs.written[updates.positions])
         kinds = self._update_ids[updates.positions]
         if inputs.rates.same is None:
@@ -500,7 +509,7 @@ class ParamSet:
         if inputs.mask is not None:
             masks = StackRows(inputs.mask[kept_on_device(updates.positions, inputs.mask.device)])
         rates = inputs.rates.step_rates(path, positions[0])
-        rates = rates if self._decay_sources[path] is None else rates.without_decay
+        rates = rates.without_decay if self._adds_decay[path] else rates
         if self._keeps_iterates:
             rows = StackRows(values) if isinstance(values, Tensor) else values
             update = ParameterUpdate(rows, rates, masks)

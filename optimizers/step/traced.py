@@ -360,7 +360,7 @@ def tracing_context(
         read it.
     """
     context = StepContext(
-        np.ones(1, dtype=np.int64), np.zeros(1), np.zeros(1, dtype=np.int64), signals=signals, numbers=ask
+        np.ones(1, dtype=np.int64), np.zeros(1), np.zeros(1, dtype=np.int64), signals=signals, ask=ask
     )
     for name in ("steps", "phases", "matrix_ids", "seeds"):
         del context.__dict__[name]

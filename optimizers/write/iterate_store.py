@@ -32,7 +32,7 @@ class IterateStore:
 
     averaging: averaging of the recipe. None: no iterates.
     constraints: constraints of each update, by the path of the update in the recipe.
-    parameters: P tensors, the entries of each parameter that this rank holds.
+    own_entries: P tensors, the entries of each parameter that this rank updates (`ParamSet.own_entries`).
     paths: P paths in the recipe, one for the update of each parameter.
     shard_sums: function (n positions, numbers `[n]`) that returns the sums of the numbers over the ranks that hold
         shards of these parameters. None: this rank holds whole parameters.
@@ -42,25 +42,26 @@ class IterateStore:
         "<path>.constraints.<label>".
     signals: all signals of the present step by name. A signal that constraints request is a list of P tensors, in
         which None stands for a parameter without the signal.
-    held: P training iterates, kept here while the parameters hold the evaluated iterates. None in training.
+    training_iterates: P training iterates, kept here while the parameters hold the evaluated iterates. None: the
+        parameters hold the training iterates.
     """
 
     def __init__(
         self,
         averaging: Averaging | None,
         constraints: Mapping[str, Sequence[Constraint]],
-        parameters: Sequence[Tensor],
+        own_entries: Sequence[Tensor],
         paths: Sequence[str],
         shard_sums: Callable[[Sequence[int], Tensor], Tensor] | None,
         paired: Container[str],
     ) -> None:
         self.paired = paired
-        self.averaging, self.constraints, self.parameters, self.paths = averaging, constraints, parameters, paths
-        self.tensors = [self._allocate(parameter, path) for parameter, path in zip(parameters, paths, strict=True)]
-        self.held: list[Tensor] | None = None
+        self.averaging, self.constraints, self.own_entries, self.paths = averaging, constraints, own_entries, paths
+        self.tensors = [self._allocate(parameter, path) for parameter, path in zip(own_entries, paths, strict=True)]
+        self.training_iterates: list[Tensor] | None = None
         self.signals: Mapping[str, Any] = {}
         self.shard_sums = shard_sums
-        self.begin(range(len(parameters)), constrained=shard_sums is None)
+        self.begin(range(len(own_entries)), constrained=shard_sums is None)
 
     def __bool__(self) -> bool:
         """Return True if there are iterates or constraints."""
@@ -108,7 +109,7 @@ class IterateStore:
         for constraint, slots in constraints:
             named = constraint.path_in(self.paths[position]) in stages
             if slots and named and not any(bool(x.any()) for (x,) in slots.values()):
-                constraint.begin(slots, [self.parameters[position]], context)
+                constraint.begin(slots, [self.own_entries[position]], context)
 
     @torch.no_grad()
     def begin(self, positions: Sequence[int], constrained: bool = True) -> None:
@@ -137,7 +138,7 @@ class IterateStore:
         kept = [position for position in positions if "y" in self.tensors[position].get(AVERAGING, {})]
         if not kept:
             return
-        held = [self.parameters[position].detach() for position in kept]
+        held = [self.own_entries[position].detach() for position in kept]
         ys = [self.tensors[position][AVERAGING]["y"] for position in kept]
         for index in differs_from_rounded(ys, held):
             y, parameter = ys[index], held[index]
@@ -157,7 +158,7 @@ class IterateStore:
             constraints, context = self._with_slots(path, own)
             chosen_update = replace(update.slice_rows(chosen), constraints=constraints, context=context)
             if self.averaging is None:
-                chosen_update([self.parameters[position] for position in own])
+                chosen_update([self.own_entries[position] for position in own])
             else:
                 batch = self._batch(own, steps[chosen])
                 lr, peak_lr, mask = hyper.lr, hyper.peak_lr, chosen_update.mask
@@ -170,12 +171,12 @@ class IterateStore:
         """
         groups: dict[tuple[str, torch.dtype], list[int]] = {}
         for position in positions:
-            groups.setdefault((self.paths[position], self.parameters[position].dtype), []).append(position)
+            groups.setdefault((self.paths[position], self.own_entries[position].dtype), []).append(position)
         for (path, _), own in groups.items():
             yield path, own
 
     def _batch(self, positions: Sequence[int], steps: NDArray[np.int64]) -> IterateBatch:
-        return IterateBatch([self.parameters[p] for p in positions], self._named(positions, AVERAGING), steps)
+        return IterateBatch([self.own_entries[p] for p in positions], self._named(positions, AVERAGING), steps)
 
     def _with_slots(
         self, path: str, positions: Sequence[int]
@@ -200,8 +201,8 @@ class IterateStore:
     def decaying(self) -> Sequence[Tensor]:
         """Return the tensors to which weight decay applies, by position."""
         if self.averaging is None:
-            return self.parameters
-        found = list(self.parameters)
+            return self.own_entries
+        found = list(self.own_entries)
         for _, own in self._alike(range(len(found))):
             tensors = self.averaging.decaying(self._batch(own, np.zeros(len(own), dtype=np.int64)))
             for position, tensor in zip(own, tensors, strict=True):
@@ -216,18 +217,18 @@ class IterateStore:
         """
         own = self.tensors[position].items()
         tensors = {str(StateKey(None, stage, name)): x for stage, slots in own for name, x in slots.items()}
-        if self.held is not None and mode != "train":
-            tensors[str(HELD)] = self.held[position]
+        if self.training_iterates is not None and mode != "train":
+            tensors[str(HELD)] = self.training_iterates[position]
         elif mode == "eval" and self.averaging is not None:
-            tensors[str(HELD)] = self.parameters[position]
+            tensors[str(HELD)] = self.own_entries[position]
         return tensors
 
     def hold(self, mode: Mode) -> None:
         """Set the mode without changing parameters. For "eval", store a copy of them as the training iterate."""
         if mode == "train":
-            self.held = None
-        elif self.held is None and self.averaging is not None:
-            self.held = [parameter.detach().clone() for parameter in self.parameters]
+            self.training_iterates = None
+        elif self.training_iterates is None and self.averaging is not None:
+            self.training_iterates = [parameter.detach().clone() for parameter in self.own_entries]
 
     @torch.no_grad()
     def swap(self, mode: Mode, steps: NDArray[np.int64]) -> None:
@@ -235,8 +236,8 @@ class IterateStore:
 
         steps: `[P]`, number of updates of each parameter. Parameters without updates do not change.
         """
-        if mode == "train" and self.held is not None:
-            torch._foreach_copy_(list(self.parameters), self.held)
+        if mode == "train" and self.training_iterates is not None:
+            torch._foreach_copy_(list(self.own_entries), self.training_iterates)
         self.hold(mode)
         if mode == "train" or self.averaging is None:
             return
@@ -244,7 +245,7 @@ class IterateStore:
         self.adopt_writes(updated)
         for _, own in self._alike(updated):
             values = self.averaging.evaluated(self._batch(own, steps[own]))
-            torch._foreach_copy_([self.parameters[position] for position in own], list(values))
+            torch._foreach_copy_([self.own_entries[position] for position in own], list(values))
 
 
 def _require_form(

@@ -35,7 +35,9 @@ from eigengraft.numerics import (
 
 
 class WeightDecay(Component, ABC, family="weight_decay"):
-    """A rule of weight decay with a rate. The `weight_decay` of a param group replaces the rate."""
+    """A rule of weight decay with a rate. In the recipe's own rule, the `weight_decay` of a param group replaces the
+    rate. The rule of a route keeps its rate.
+    """
 
     rate: float = Field(default=0.0, ge=0, description="decay rate; 0: no decay")
     number: ClassVar[tuple[str, str] | None] = ("decoupled", "rate")

@@ -50,7 +50,7 @@ class StepContext:
         step. Without a delay `asked` equals `due`.
     kept: values that a stage computes in one hook and uses again in its next hook of the same step, by the path of the
         stage.
-    numbers: while a chain is traced, the function that replaces `per_block`. It accepts a function f of the step
+    ask: while a chain is traced, the function that replaces `per_block`. It accepts a function f of the step
         number, and returns a 0-d tensor. The traced program replaces this tensor by f(step) in each step. None: no
         chain is traced.
     sums: function that adds numbers `[N]` over the blocks of each parameter; None: no stage of the update needs sums.
@@ -69,7 +69,7 @@ class StepContext:
         default_factory=dict, init=False, repr=False, compare=False
     )
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    numbers: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None
+    ask: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None
     sums: Callable[[Tensor], Tensor] | None = None
     questions: list[Question] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -78,12 +78,17 @@ class StepContext:
 
         Raise AttributeError for an unknown name.
         """
-        if name in _OF_A_STEP and self.__dict__.get("numbers") is not None:
+        if name in _OF_A_STEP and self.__dict__.get("ask") is not None:
             raise ContractError(
                 f"`context.{name}` cannot be read while a step is traced, as the program would keep its value for all "
                 "steps; use `context.step`, `context.holds` or `context.per_block`"
             )
         raise AttributeError(f"a StepContext has no attribute '{name}'")
+
+    @property
+    def traced(self) -> bool:
+        """True while the operations of a chain are traced. A traced program has no values on the host."""
+        return self.ask is not None
 
     def holds(self, question: Question) -> bool | NDArray[np.bool_]:
         """Return True if a condition holds at the steps of all blocks, False if it holds at none, else bool `[N]`.
@@ -93,7 +98,7 @@ class StepContext:
 
         question: the condition, a function of steps `[N]` that returns bool `[N]`.
         """
-        if self.numbers is not None:
+        if self.traced:
             self.questions.append(question)
             return bool(question(TYPICAL_STEP)[0])
         found = question(self.steps)
@@ -102,7 +107,7 @@ class StepContext:
     @cached_property
     def priming(self) -> bool:
         """True for the first gradient of an update with a lagged stage, which only initializes statistics."""
-        return self.numbers is None and self.uniform == 0  # no chain is traced in step 0
+        return not self.traced and self.uniform == 0  # no chain is traced in step 0
 
     @cached_property
     def uniform(self) -> int | None:
@@ -129,8 +134,8 @@ class StepContext:
         It is computed in float64. If all blocks are at one step, the result is a 0-d float64 tensor on the CPU, which
         torch uses as a scalar without rounding it.
         """
-        if self.numbers is not None:
-            return self.numbers(function)
+        if self.ask is not None:
+            return self.ask(function)
         if self.uniform is not None:
             return function(torch.tensor(self.uniform, dtype=torch.float64, device="cpu"))
         values = function(torch.from_numpy(self.steps).double())
@@ -153,7 +158,7 @@ class StepContext:
         exponent: power of the correction.
         ahead: number that is added to the step; ignored if `count` is given.
         """
-        if count is None and self.numbers is None and self.uniform is not None:
+        if count is None and not self.traced and self.uniform is not None:
             # `per_block` would return the same bits, but run more kernels
             return _uniform_correction(beta, self.uniform + ahead, exponent)
         terms = count or (lambda step: step + ahead)

@@ -35,34 +35,46 @@ ROOMS = [path.resolve() for path in [ROOT / "src" / "eigengraft", *(ROOT / "src"
 """Folders of the package: at the root of the repository, linked from `src`."""
 
 
-def files_of(title: str) -> list[str]:
-    """Return the files that the page lists under a heading, or from a sentence on, up to the next heading."""
-    return [path for path, _ in WALK.findall(text("docs/architecture.md").partition(title)[2].partition("\n## ")[0])]
+def rows_of(title: str) -> list[tuple[str, str]]:
+    """Return the rows (file, names) of tables under a heading, or from a sentence on, up to the next heading."""
+    return WALK.findall(text("docs/architecture.md").partition(title)[2].partition("\n## ")[0])
 
 
 LISTED = {
-    "adamw step": files_of("## A gradient")[: -len(files_of("The recipe `soap_fitted`"))],
-    "soap step": files_of("The recipe `soap_fitted`"),
-    "yaml to optimizer": files_of("## A recipe"),
+    "adamw step": rows_of("## A gradient")[: -len(rows_of("The recipe `soap_fitted`"))],
+    "soap step": rows_of("The recipe `soap_fitted`"),
+    "yaml to optimizer": rows_of("## A recipe"),
 }
 
 
+Calls = Counter[tuple[str, str]]
+"""Number of calls of each function, by (file, qualified name), in the order of the first calls."""
+
+
 @cache
-def entered(walk: str) -> Counter[str]:
-    """Return the files of the package that a walk enters, in the order of first entry, and the number of calls in each.
+def calls_of(walk: str) -> Calls:
+    """Return the calls of a walk.
 
     Imports and first calls come before, so that nothing is counted that happens once in a process.
     """
     return WALKS[walk]()
 
 
-def trace(call: Callable[[], Any]) -> Counter[str]:
-    """Call a function, and count the calls of Python functions in each file of the repository."""
-    found = Counter[str]()
+def entered(walk: str) -> Counter[str]:
+    """Return the number of calls in each file of the package that a walk enters, in the order of first entry."""
+    files = Counter[str]()
+    for (path, _), calls in calls_of(walk).items():
+        files[path] += calls
+    return files
+
+
+def trace(call: Callable[[], Any]) -> Calls:
+    """Call a function, and count the calls of Python functions in the files of the repository."""
+    found = Calls()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
-            found[frame.f_code.co_filename] += 1
+            found[frame.f_code.co_filename, frame.f_code.co_qualname] += 1
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -70,12 +82,12 @@ def trace(call: Callable[[], Any]) -> Counter[str]:
         call()
     finally:
         sys.setprofile(before)
-    names = Counter[str]()
-    for name, calls in found.items():
-        path = Path(name).resolve()
+    inside = Calls()
+    for (file, name), calls in found.items():
+        path = Path(file).resolve()
         if any(path.is_relative_to(room) for room in ROOMS):
-            names[path.relative_to(ROOT).as_posix()] += calls
-    return names
+            inside[path.relative_to(ROOT).as_posix(), name] += calls
+    return inside
 
 
 def layers(count: int) -> nn.Module:
@@ -87,7 +99,7 @@ def two_layers() -> nn.Module:
     return layers(2)
 
 
-def steps(recipe: Any, count: int = 2) -> Counter[str]:
+def steps(recipe: Any, count: int = 2) -> Calls:
     """The fourth step of a recipe, after its first gradients and whatever is done once."""
     model = layers(count)
     optimizer = eigengraft.compose(recipe, model)
@@ -103,14 +115,14 @@ def steps(recipe: Any, count: int = 2) -> Counter[str]:
     return trace(optimizer.step)
 
 
-def composition() -> Counter[str]:
+def composition() -> Calls:
     """A recipe of YAML becomes an optimizer."""
     source, model = ROOT / "optimizers" / "recipe" / "shipped" / "soap_fitted.yaml", two_layers()
     eigengraft.compose(source, two_layers())
     return trace(lambda: eigengraft.compose(source, model))
 
 
-WALKS: dict[str, Callable[[], Counter[str]]] = {
+WALKS: dict[str, Callable[[], Calls]] = {
     "adamw step": lambda: steps("adamw"),
     "soap step": lambda: steps(load_recipe("soap_fitted", {"update.eigenbasis.refresh.steps": 1})),
     "yaml to optimizer": composition,
@@ -142,8 +154,15 @@ def test_the_page_names_all_functions_with_reasons_why_a_way_of_running_is_left_
 
 @pytest.mark.parametrize("walk", WALKS)
 def test_the_page_lists_files_in_the_order_in_which_they_are_entered(walk: str) -> None:
-    listed = LISTED[walk]
+    listed = [path for path, _ in LISTED[walk]]
     assert [path for path in entered(walk) if path in listed] == list(dict.fromkeys(listed))
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_calls_the_functions_that_the_page_names(walk: str) -> None:
+    listed = [(path, name) for path, names in LISTED[walk] for name in re.findall(r"`([\w.]+)`", names)]
+    functions = [(path, name) for path, name in listed if name.rpartition(".")[2][0].islower()]  # others are classes
+    assert functions and [one for one in functions if one not in calls_of(walk)] == []
 
 
 @pytest.mark.parametrize(("path", "names"), WALK.findall(text("docs/architecture.md")))

@@ -8,7 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eigengraft import Optimizer, RecipeError, Request, Signal, Slot, Stage, State, StepContext, Traits, register_signal
+from eigengraft import (
+    Optimizer,
+    RecipeError,
+    Request,
+    Signal,
+    Slot,
+    Stage,
+    State,
+    StepContext,
+    Traits,
+    register_signal,
+    signals,
+)
 from eigengraft.testing import accelerator
 
 from ..refusals import refused
@@ -46,7 +58,20 @@ class Counter(Stage):
         return direction * context.total(state, "above")
 
 
-for kind in ("listener_for_test", "counter_for_test"):
+class Follower(Stage):
+    """The signal named `follows`, and no gradient."""
+
+    kind: Literal["follower_for_test"] = "follower_for_test"
+    follows: str
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(signals=(Request(self.follows),))
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        return torch.as_tensor(context.signal(self.follows))
+
+
+for kind in ("listener_for_test", "counter_for_test", "follower_for_test"):
     LISTENERS = Stage.members.pop(kind), kind  # the laws are about every member of the family
 
 
@@ -246,3 +271,15 @@ def test_signals_that_cannot_be_are_refused() -> None:
         Signal("mine", "number", "a number")  # type: ignore[arg-type]
     with refused(ValueError, "reduce", "min", "mean", "max"):
         Signal("mine", "step", "a number", "min")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gradients", "parameters", "decaying"])
+def test_a_signal_with_the_name_of_something_else_is_that_signal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(signals._SIGNALS, name, Signal(name, "entry", "a number of each entry"))
+    weight = nn.Parameter(torch.ones(2, 3))
+    update = {"update": [Follower(follows=name)], "after_decay": [{"kind": "scale", "factor": 1.0}], "routes": []}
+    optimizer = Optimizer([("weight", weight)], update, lr=0.5, weight_decay=0.5)
+    weight.grad = torch.ones(2, 3)
+    optimizer.provide(name, {weight: torch.full((2, 3), 7.0)})
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.full((2, 3), 1 - 0.5 * (7 + 0.5 * 1)))  # W - lr (S + alpha W)
