@@ -295,6 +295,9 @@ def show_command(
     model = experiment.task.new_model(experiment.seed)
     recipe, rates = experiment.run_recipe, (experiment.lr, experiment.weight_decay)
     optimizer = eigengraft.compose(recipe, model, *rates, steps=experiment.steps, silence=experiment.silence)
+    kind, size = experiment.task.declaration()["kind"], sum(parameter.numel() for parameter in model.parameters())
+    other = "" if is_experiment else "; --task chooses another, with other bytes per parameter"
+    typer.echo(f"# The tables are for the model of the task {kind} with {size:,} parameters{other}.")
     print_routing(optimizer)
     print_storage(optimizer)
     for place, size in optimizer.offloaded_bytes().items():

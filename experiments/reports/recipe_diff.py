@@ -43,7 +43,7 @@ def diff_recipes(configs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Text
         rows += [(f"{path}.{field}".strip("."), found) for field, found in own.items()]
     labels = list(dict.fromkeys(label for _, label in places))
     texts = [(path, *(_text(label, found) for label in labels)) for path, found in rows]
-    return TextTable("", "", ["field", *labels], [list(map(TableCell, row)) for row in texts])
+    return TextTable("", "", "", ["field", *labels], [list(map(TableCell, row)) for row in texts])
 
 
 def _differ(found: Mapping[_Place, str], among: Collection[_Place]) -> bool:

@@ -453,7 +453,7 @@ def _environments(runs: Sequence[Run]) -> tables.TextTable:
         key: [*list(found)[:4], *([f"and {len(found) - 4} more"] * (len(found) > 4))] for key, found in fields.items()
     }
     return tables.TextTable(
-        "", "", [], [[tables.TableCell(key), tables.TableCell("\n".join(lines))] for key, lines in texts.items()]
+        "", "", "", [], [[tables.TableCell(key), tables.TableCell("\n".join(lines))] for key, lines in texts.items()]
     )
 
 

@@ -81,12 +81,14 @@ class TextTable(NamedTuple):
     """A table of texts.
 
     title: text above the table.
-    note: sentences about its contents; "" for none.
+    caption: sentences about its contents; "" for none.
+    note: sentences about its marks, tests and runs; "" for none.
     heads: titles of the columns.
     rows: cells of each row.
     """
 
     title: str
+    caption: str
     note: str
     heads: list[str]
     rows: list[list[TableCell]]
@@ -120,9 +122,9 @@ def grid_of(records: Records) -> TextTable | None:
             text = _NONE if row is None else format_summary(row.final, form) + (" *" if id(row) in best else "")
             cells.append(TableCell(text, bold=row is not None and row.tested and id(row) in equal))
     heads = [records.compare, *(panel.rows[0].runs[0].labels[column] for panel in panels)]
-    note = f"Final {records.metric.title} of each {records.compare} (rows) and {column} (columns). "
-    note += marks(groups, "all cells" if together else "each column")
-    return TextTable(records.name, note, heads, [[TableCell(label), *cells] for label, cells in rows.items()])
+    caption = f"Final {records.metric.title} of each {records.compare} (rows) and {column} (columns)."
+    note = marks(groups, "all cells" if together else "each column")
+    return TextTable(records.name, caption, note, heads, [[TableCell(label), *cells] for label, cells in rows.items()])
 
 
 def marks(groups: Iterable[Sequence[ComparisonRow]], place: str) -> str:
@@ -190,7 +192,7 @@ def worst_layers(panel: ComparisonPanel) -> TextTable | None:
     """
     rows = [[TableCell(row.title), *(_worst(row, measure) for measure in _WORST)] for row in panel.rows]
     rows = [row for row in rows if any(cell.text != _NONE for cell in row[1:])]
-    return TextTable("", "", ["", *_WORST.values()], rows) if rows else None
+    return TextTable("", "", "", ["", *_WORST.values()], rows) if rows else None
 
 
 def _worst(row: ComparisonRow, measure: str) -> TableCell:
@@ -217,7 +219,7 @@ def tuned_table(tuned: Sequence[TunedCell]) -> TextTable | None:
             mean = "diverged" if trial.mean is None else f"{trial.mean:.5g}"
             tried.append(f"{_joined(trial.values)}: {mean}{stopped}{best}")
         rows.append([TableCell(one.cell), TableCell(_joined(one.values)), TableCell("; ".join(tried))])
-    return TextTable("", "", [f"{', '.join(tuned[0].values)} of", "best", "tried"], rows) if tuned else None
+    return TextTable("", "", "", [f"{', '.join(tuned[0].values)} of", "best", "tried"], rows) if tuned else None
 
 
 def _joined(values: Mapping[str, Any]) -> str:
@@ -329,13 +331,13 @@ def write_tables(records: Records, folder: Path) -> None:
     """Write tables.md and tables.tex with the table of all cells (`grid_of`), if there is one, and a table for each
     comparison in which a run has started.
 
-    The description of the study begins the note of the first table. LaTeX needs the package booktabs.
+    The description of the study begins the caption of the first table. LaTeX needs the package booktabs.
     """
     panels = [panel for panel in all_panels(records) if panel.begun]
     grid = grid_of(records)
     tables = [*([] if grid is None else [grid]), *(panel_table(panel, records) for panel in panels)]
     if tables and records.description:
-        tables[0] = tables[0]._replace(note=f"{_sentence(records.description)} {tables[0].note}".strip())
+        tables[0] = tables[0]._replace(caption=f"{_sentence(records.description)} {tables[0].caption}".strip())
     for name, form in (("tables.md", markdown), ("tables.tex", latex)):
         write_text(folder / name, "\n\n".join(map(form, tables)) + "\n")
 
@@ -347,9 +349,9 @@ def _sentence(text: str) -> str:
 
 def markdown(table: TextTable) -> str:
     """Return a table of GitHub's Markdown with its title above."""
-    note = f" {_plain(table.note)}" if table.note else ""
+    text = "".join(f" {_plain(text)}" for text in (table.caption, table.note) if text)
     rows = [[f"**{_plain(text)}**" if bold else _plain(text) for text, _, bold in cells] for cells in table.rows]
-    return f"**{_plain(table.title)}.**{note}\n\n{markdown_table(list(map(_plain, table.heads)), rows)}".rstrip("\n")
+    return f"**{_plain(table.title)}.**{text}\n\n{markdown_table(list(map(_plain, table.heads)), rows)}".rstrip("\n")
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -369,6 +371,8 @@ _HEAD = 10
 def latex(table: TextTable) -> str:
     """Return a LaTeX table with its caption and its label, `tab:` and the words of its title joined by hyphens.
 
+    The note is a paragraph below the table, so that a paper can leave it out or move it.
+
     Columns that do not fit on a page follow in further tables, each after the first column. The labels of these tables
     end in -2, -3 and so on. So a paper can use the first table alone. Further tables have about equal widths. An empty
     cell is a dash.
@@ -386,7 +390,8 @@ def latex(table: TextTable) -> str:
         if len(narrower := _pages(further, limit)) < len(blocks):
             blocks[1:] = narrower
     title, label = _escaped(table.title), "-".join(re.findall(r"[a-z0-9.]+", table.title.lower()))
-    captions = {label: f"{title}. {_escaped(table.note)}".strip()}
+    captions = {label: f"{title}. {_escaped(table.caption)}".strip()}
+    notes = {label: ["", f"\\smallskip\\begin{{minipage}}{{\\linewidth}}{_escaped(table.note)}\\end{{minipage}}"]}
     for number in range(2, len(blocks) + 1):
         captions[f"{label}-{number}"] = rf"{title}, further columns of Table~\ref{{tab:{label}}}."
     parts = []
@@ -394,7 +399,8 @@ def latex(table: TextTable) -> str:
         begin = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}", f"\\label{{tab:{own}}}"]
         begin.append("\\footnotesize\\setlength{\\tabcolsep}{4pt}")
         tabular = _tabular([(lines, cells) for _, lines, cells in (first, *block)])
-        parts.append("\n".join([*begin, tabular, "\\end{table}"]))
+        note = notes.get(own, ()) if table.note else ()
+        parts.append("\n".join([*begin, tabular, *note, "\\end{table}"]))
     return "\n\n".join(parts)
 
 
@@ -467,8 +473,8 @@ def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
     title = panel.title if panel.title == records.name else f"{records.name}: {panel.title}"
     seeds = {len(row.finals) for row in panel.rows}
     what = f"Final {panel.metric.title}, mean \u00b1 sample standard deviation over "
-    notes = [what + (counted(seeds.pop(), "seed") if len(seeds) == 1 else "seeds") + "."]
-    notes += [marks([panel.rows], "the table")] if panel.best else []
+    caption = what + (counted(seeds.pop(), "seed") if len(seeds) == 1 else "seeds") + "."
+    notes = [marks([panel.rows], "the table")] if panel.best else []
     if panel.corrected:
         test = "Differences are paired by seed. p is that of a two-sided t-test"
         if len(panel.corrected) > 1:
@@ -479,7 +485,7 @@ def panel_table(panel: ComparisonPanel, records: Records) -> TextTable:
         notes.append(f"These are all runs of {', '.join(same)}, which has no table of its own.")
     notes += [BUSY] if panel.busy else []
     rows = [[TableCell(*cell(row)) for _, cell in columns] for row in panel.rows]
-    return TextTable(title, " ".join(notes), [head for head, _ in columns], rows)
+    return TextTable(title, caption, " ".join(notes), [head for head, _ in columns], rows)
 
 
 def _final(row: ComparisonRow, panel: ComparisonPanel, form: str) -> TableCell:

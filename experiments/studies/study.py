@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from eigengraft.component import Component, advice, validated
 from eigengraft.errors import RecipeError, counted, did_you_mean, first_lines, near_path
@@ -243,9 +243,28 @@ class Study(Component):
     baseline: Labels = Field(
         default={},
         max_length=1,
-        description="{axis to compare: label of its baseline}; default: the last axis with several labels, but an "
-        "axis of learning rates only if no other axis has several labels, and the first label of this axis",
+        description="label with which the others are compared, or {axis to compare: label of its baseline}; default: "
+        "the last axis with several labels, but an axis of learning rates only if no other axis has several labels, "
+        "and the first label of this axis",
     )
+
+    @field_validator("baseline", mode="before", json_schema_input_type=dict[str, Label] | Label)
+    @classmethod
+    def _on_its_axis(cls, baseline: Any, info: ValidationInfo) -> Any:
+        """Return a label that is given alone with the axis that has it. Raises ValueError unless one axis has it."""
+        axes: dict[str, dict[str, Changes]] | None = info.data.get("axes")
+        if not isinstance(baseline, Label):
+            return baseline
+        if axes is None:
+            return {}  # the axes are at fault, which is an error of its own
+        label = as_label(baseline)
+        found = [axis for axis, labels in axes.items() if label in labels]
+        if len(found) > 1:
+            raise ValueError(f"the axes {' and '.join(found)} have the label '{label}'; write {{{found[0]}: {label}}}")
+        if not found:
+            known = ", ".join(label for labels in axes.values() for label in labels)
+            raise ValueError(f"no axis has the label '{label}' (labels are {known})")
+        return {found[0]: label}
 
     @field_validator("base", mode="before", json_schema_input_type=dict[str, Any] | str)
     @classmethod

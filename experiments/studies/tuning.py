@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, final
 
 import numpy as np
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from eigengraft.component import Component, validated
 from eigengraft.errors import RecipeError, import_optional
@@ -31,7 +31,18 @@ def _distinct(seeds: tuple[int, ...]) -> tuple[int, ...]:
     return seeds
 
 
-Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], AfterValidator(_distinct)]
+def _listed(seeds: Any) -> Any:
+    """Return the seeds. Raises ValueError for a single number, which may be meant as a number of seeds."""
+    if isinstance(seeds, int) and not isinstance(seeds, bool):
+        raise ValueError(
+            f"a list is required, got {seeds}; write [0, 1] for two seeds, or [{seeds}] for the seed {seeds}"
+        )
+    return seeds
+
+
+Seeds = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], BeforeValidator(_listed), AfterValidator(_distinct)
+]
 """Seeds, all of which are different."""
 
 

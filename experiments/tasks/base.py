@@ -364,9 +364,10 @@ class Fingerprint:
     sha256: str
 
     @classmethod
-    def of(cls, source: str, content: bytes) -> Fingerprint:
-        """Return the fingerprint of data with this content."""
-        return cls(source, len(content), hashlib.sha256(content).hexdigest())
+    def of(cls, source: str, *content: bytes) -> Fingerprint:
+        """Return the fingerprint of data with this content. Several parts, such as inputs and labels, are joined."""
+        whole = b"".join(content)
+        return cls(source, len(whole), hashlib.sha256(whole).hexdigest())
 
 
 @dataclass(frozen=True)

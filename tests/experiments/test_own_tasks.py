@@ -807,3 +807,7 @@ def test_machines_with_the_same_data_in_different_folders_share_a_study(
     assert [run.variant for run in runs] == ["", ""]
     with refused(RecipeError, "data"):
         complete("three", "b", "[0,1]")
+
+
+def test_a_fingerprint_joins_the_parts_of_the_data() -> None:
+    assert Fingerprint.of("both", b"inputs", b"labels") == Fingerprint.of("both", b"inputslabels")

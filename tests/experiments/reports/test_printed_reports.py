@@ -458,14 +458,14 @@ def test_all_cells_of_two_axes_are_one_table(grid):
 
     By Holm's rule p of the first is multiplied by the number of tests that have not a smaller p.
     """
-    _, caption, heads, rows = grid_of(read_records(grid))
+    _, caption, note, heads, rows = grid_of(read_records(grid))
     assert heads == ["lr", "adam", "soap"] and [cells[0].text for cells in rows] == ["0.01", "0.1", "1"]
     cells = {(own[0].text, column): cell for own in rows for column, cell in zip(heads[1:], own[1:], strict=True)}
     assert cells["0.01", "soap"] == TableCell("1.633 \u00b1 0.153 *", bold=True)
     assert cells["0.1", "adam"].text == "2.100 \u00b1 0.100" and cells["1", "adam"] == TableCell("diverged")
     assert "of each lr (rows) and method (columns)" in caption
     text = " ".join(Page(Report(grid).write().read_text(encoding="utf-8")).text.split())
-    assert f"All cells {caption} lr" in text
+    assert f"All cells {caption} {note} lr" in text
     for name, best in (("tables.md", "**1.633 \u00b1 0.153 \\***"), ("tables.tex", r"\textbf{1.633 $\pm$ 0.153 *}")):
         assert best in (grid / name).read_text(encoding="utf-8")
 
@@ -540,10 +540,16 @@ def test_a_latex_table_fits_on_a_page(columns):
     head, cell = "final validation loss of it", "\u22120.467 [\u22120.547, \u22120.386]"
     names = ["soap_fitted-every-step", "adamw"]
     rows = [[TableCell(name), *[TableCell(f"{cell} {n}", bold=True) for n in range(columns)]] for name in names]
-    text = latex(TextTable("study", "", ["method", *[f"{head} {place}" for place in range(columns)]], rows))
+    text = latex(
+        TextTable("study", "", "* is best.", ["method", *[f"{head} {place}" for place in range(columns)]], rows)
+    )
     labels = re.findall(r"\\label\{(.*)\}", text)
     assert labels == ["tab:study", *(f"tab:study-{number}" for number in range(2, text.count(r"\begin{table}") + 1))]
     assert text.count(r"\toprule") == len(labels) == text.count(r"\ref{tab:study}") + 1
+    assert (
+        text.count("* is best.") == 1
+        and "* is best." in text.partition(r"\end{tabular}")[2].partition(r"\end{table}")[0]
+    )
     font = FontProperties(fname=str(Path(matplotlib.get_data_path(), "fonts", "ttf", "cmr10.ttf")))
     shown, counts = dict.fromkeys(range(columns), 0), list[int]()
     for part in text.split(r"\toprule")[1:]:

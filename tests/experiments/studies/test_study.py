@@ -577,3 +577,17 @@ def test_an_interrupted_demo_reports_its_finished_runs(tmp_path, monkeypatch):
     done = invoke(["demo", "--out", str(tmp_path), "--workers", "1"])
     assert done.exit_code == 130 and done.output.count("report of 2 runs") == 2
     assert (tmp_path / "report.html").exists()
+
+
+def test_a_baseline_may_be_a_label_alone() -> None:
+    axes = {"recipe": ["adamw", "soap"], "lr": [0.1, 0.01]}
+    base = {"task": "digits", "recipe": "adamw", "steps": 10}
+    assert Study(base=base, axes=axes, baseline="soap").compared == ("recipe", "soap")
+    assert Study(base=base, axes=axes, baseline=0.01).compared == ("lr", "0.01")
+    with refused(RecipeError, "baseline", "muon", "adamw", "soap", "0.01"):
+        Study(base=base, axes=axes, baseline="muon")
+    twice = {"a": {"x": {"lr": 0.1}, "y": {"lr": 0.2}}, "b": {"x": {"steps": 3}, "z": {"steps": 4}}}
+    with refused(RecipeError, "baseline", "a and b", "{a: x}"):
+        Study(base=base, axes=twice, baseline="x")
+    with refused(RecipeError, "seeds", "[0, 1]", "[2]"):
+        Study(base=base, axes=axes, seeds=2)
