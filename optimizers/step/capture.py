@@ -82,7 +82,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.signature: Signature = []
-        self.held: dict[int, Tensor] = {}
+        self.kept: dict[int, Tensor] = {}
         self._made: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +90,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.signature.append((str(func), *map(self._described, tree_leaves((args, given)))))
         result = func(*args, **given)
         for made in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(made, Tensor) and id(made) not in self.held:
+            if isinstance(made, Tensor) and id(made) not in self.kept:
                 self._made[id(made)] = made
         return result
 
@@ -98,7 +98,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(x, Tensor):
             return repr(x)
         if id(x) not in self._made:
-            self.held[id(x)] = x
+            self.kept[id(x)] = x
         return f"a tensor {list(x.shape)} in {x.dtype} on {x.device.type}"
 
 
@@ -111,7 +111,7 @@ def _recorded(run: Callable[[], None], gradients: Collection[int]) -> _Recorder:
     with recorder:
         run()
     recorder._made.clear()
-    recorder.held = {key: x for key, x in recorder.held.items() if x.data_ptr() not in gradients}
+    recorder.kept = {key: x for key, x in recorder.kept.items() if x.data_ptr() not in gradients}
     return recorder
 
 
@@ -370,18 +370,18 @@ class CapturedStacks:
 
         return body
 
-    def _capture(self, body: Body, held: Sequence[Tensor], gradients: Collection[int]) -> str | None:
+    def _capture(self, body: Body, own_entries: Sequence[Tensor], gradients: Collection[int]) -> str | None:
         """Run this step, capture it as a graph and check the graph.
 
         Return why no graph is kept; None if one is kept.
 
         body: function that runs the step, as `_body` returns it.
-        held: P tensors, the entries of each parameter that this rank holds.
+        own_entries: P tensors, the entries of each parameter that this rank updates.
         gradients: addresses of the gradients.
         """
         assert self._capturer is not None and self._record is not None
         targets = [x for stack_state in self.stack_states for x in stack_state.tensors.values()]
-        targets += [held[at] for at in self._positions.tolist()]
+        targets += [own_entries[at] for at in self._positions.tolist()]
         before, capturer = _copied(targets), self._capturer
         record = _recorded(lambda: capturer.warm_up(body), gradients)
         _restore(targets, before)

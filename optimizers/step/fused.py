@@ -125,30 +125,30 @@ class _Copies:
     the step, the active blocks. Parameters are copied for active blocks, moments for all blocks.
 
     usable: `[n]`, the mask of the active blocks.
-    held: the parameters of the active blocks, or the parts of them that this rank holds.
-    parameters: copies of `held`.
+    own_entries: the entries of the parameters of the active blocks that this rank updates.
+    parameters: copies of `own_entries`.
     kept: `[N, 1, ...]`, the mask of all blocks. Where it is True, the moments keep the values that the kernel writes.
     moments: for each of the two moments, a pair of the moment `[N, *block]` and its copy.
     """
 
     usable: Tensor
-    held: Sequence[Tensor]
+    own_entries: Sequence[Tensor]
     parameters: Sequence[Tensor]
     kept: Tensor
     moments: Sequence[tuple[Tensor, Tensor]]
 
     @classmethod
-    def of(cls, adam: FusedAdam, blocks: ActiveBlocks, mask: Tensor, held: Sequence[Tensor]) -> _Copies:
+    def of(cls, adam: FusedAdam, blocks: ActiveBlocks, mask: Tensor, own_entries: Sequence[Tensor]) -> _Copies:
         """Copy the parameters of the active blocks of a stack, and the moments of all its blocks.
 
         mask: `[P]`, True for parameters whose gradient is usable.
-        held: the parameters of the active blocks, or the parts of them that this rank holds.
+        own_entries: the entries of the parameters of the active blocks that this rank updates.
         """
         usable = whole = mask[blocks.param_index]
         if blocks.places is not None:
             whole = mask[blocks.stack_state.all_blocks.param_index]
         moments = [(x, x.clone()) for x in (blocks.stack_state.tensors[name] for name in adam.names)]
-        return cls(usable, held, stacked_copies(held), per_block(whole, moments[0][0]), moments)
+        return cls(usable, own_entries, stacked_copies(own_entries), per_block(whole, moments[0][0]), moments)
 
     @property
     def nbytes(self) -> int:
@@ -157,7 +157,7 @@ class _Copies:
 
     def restore(self) -> None:
         """Copy parameters and moments back where gradients are not usable."""
-        put(self.held, over_stacks(where_masked, self.held, self.parameters, self.usable))
+        put(self.own_entries, over_stacks(where_masked, self.own_entries, self.parameters, self.usable))
         for x, before in self.moments:
             torch.where(self.kept, x, before, out=x)
 
@@ -343,9 +343,9 @@ class FusedCalls:
         calls = [(rows, call) for rows, call in chosen if call is not None]
         if len(calls) < len(chosen):
             return False
-        held = [inputs.own_entries[position] for position in stack.positions]
+        own_entries = [inputs.own_entries[position] for position in stack.positions]
         if inputs.mask is not None:
-            made = _Copies.of(adam, blocks, inputs.mask, held)
+            made = _Copies.of(adam, blocks, inputs.mask, own_entries)
             if sum(copies.nbytes for copies in (made, *self._copies)) > _copy_limit(stack.device):
                 self.run()  # of the stacks before
             self._copies.append(made)
@@ -354,12 +354,12 @@ class FusedCalls:
             gathered = gather_gradients(blocks, inputs.gradients, inputs.survey)
             ours, given = stack.gather(inputs.own_entries).contiguous(), gathered.contiguous()
             first, second = (blocks.stack_state.tensors[name] for name in adam.names)
-            calls[0][1].add_stack(held, (ours, given, first, second))
+            calls[0][1].add_stack(own_entries, (ours, given, first, second))
             return True
         places, (m, v) = blocks.row_numbers, map(blocks.stack_state.parameter_rows, adam.names)
         for rows, call in calls:
             for row in rows:
-                call.add(held[row], inputs.gradients[stack.positions[row]], m[places[row]], v[places[row]])
+                call.add(own_entries[row], inputs.gradients[stack.positions[row]], m[places[row]], v[places[row]])
         return True
 
     def run(self) -> None:

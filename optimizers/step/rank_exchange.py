@@ -159,7 +159,7 @@ class RankStep(LocalStep):
         begun: Mapping[tuple[str, int], Work[Tensor]],
     ) -> None:
         super().__init__(exchange, inputs, stacks, write)
-        self.exchange, self._held = exchange, dict[int, tuple[Tensor, Tensor]]()
+        self.exchange, self._waiting = exchange, dict[int, tuple[Tensor, Tensor]]()
         if exchange.needs_rms:  # computed before a stage reads it, because all ranks must take part in the sum
             self._rms = self._root_mean_squares()
         sources: dict[str, Source] = {_GRADIENTS: self._entries}
@@ -262,7 +262,7 @@ class RankStep(LocalStep):
             chosen = [(entries, value) for i, entries, value in rows if self.inputs.written[i]]
             copy_all([entries for entries, _ in chosen], [value for _, value in chosen])
         elif self.exchange.moves_at_once:
-            self._held.update({i: (entries, value) for i, entries, value in rows})
+            self._waiting.update({i: (entries, value) for i, entries, value in rows})
         else:
             self.write(EntryUpdates.of_rows(rows))
 
@@ -274,8 +274,8 @@ class RankStep(LocalStep):
         # numbers of each parameter, such as a sum of weights. A rank whose shard of a parameter is empty therefore
         # writes it too, with an empty update.
         if chosen := [i for i in self.exchange.at_end if active[i]]:
-            for i in (i for i in chosen if i not in self._held):
-                self._held[i] = parameters[i], torch.zeros_like(parameters[i])
-            self.write(EntryUpdates.of_rows((i, *self._held[i]) for i in chosen))
+            for i in (i for i in chosen if i not in self._waiting):
+                self._waiting[i] = parameters[i], torch.zeros_like(parameters[i])
+            self.write(EntryUpdates.of_rows((i, *self._waiting[i]) for i in chosen))
         super().finish()
         self.exchange.gather_parts(active)

@@ -548,9 +548,11 @@ def prepare(
     read = copy_answers([check for _, check in checks])  # begun first: the host must not wait for the launched step
     launched = early and len(checks) == 1 and checks[0][0].launch_early(checks[0][1])
     answers = read()
-    complete = launched and all(answers[0])
-    if launched and not complete:
-        checks[0][0].take_back(checks[0][1])
+    if launched:
+        param_set, check = checks[0]
+        if all(answers[0]):
+            param_set.finite_check.finish(check, answers[0])
+            return [(param_set, None)]
+        param_set.take_back(check)
     pairs = zip(checks, answers, strict=True)
-    ready = [(param_set, param_set.inputs(check, of_check)) for (param_set, check), of_check in pairs]
-    return [(param_set, None) for param_set, _ in ready] if complete else ready
+    return [(param_set, param_set.inputs(check, of_check)) for (param_set, check), of_check in pairs]

@@ -283,8 +283,8 @@ def test_capturable_means_graph(recording: Recording) -> None:
     run.step(6)
     assert run.optimizer.recipe.graph and [graph.replays for graph in recording.graphs] == [1]
     (piece,) = run.graphs.pieces
-    assert piece._record is not None and piece._record.held  # but no gradients, so that `zero_grad()` frees them
-    kept = {x.data_ptr() for x in piece._record.held.values()}
+    assert piece._record is not None and piece._record.kept  # but no gradients, so that `zero_grad()` frees them
+    kept = {x.data_ptr() for x in piece._record.kept.values()}
     assert not kept & {p.grad.data_ptr() for p in run.held if p.grad is not None}
 
 
