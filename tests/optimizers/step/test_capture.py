@@ -95,7 +95,7 @@ RECIPES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_replayed_steps_are_the_steps_as_they_are(name: str, recording: Recording) -> None:
+def test_replayed_steps_have_the_results_of_steps_without_a_graph(name: str, recording: Recording) -> None:
     recipe = RECIPES[name]
     changes = {"base": recipe} if isinstance(recipe, str) else recipe
     plain, captured = Steps(changes), Steps(changes, overrides={"graph": True})
@@ -106,7 +106,7 @@ def test_replayed_steps_are_the_steps_as_they_are(name: str, recording: Recordin
     assert f"graph: {len(captured.optimizer.stack_states())} of" in str(captured.optimizer)
 
 
-def test_stacks_of_a_fused_kernel_that_come_to_different_steps_have_another_graph(recording: Recording) -> None:
+def test_fused_stacks_whose_step_counts_become_different_get_another_graph(recording: Recording) -> None:
     """One call of the kernel has one step count, which the graph of the steps before would use for all stacks."""
     plain, captured = (Steps({"base": "adamw", "graph": graph}) for graph in (False, True))
     for run in (plain, captured):
@@ -120,7 +120,7 @@ def test_stacks_of_a_fused_kernel_that_come_to_different_steps_have_another_grap
     require_close(plain, captured)
 
 
-def test_a_stack_with_several_rates_whose_decay_stages_follow_is_not_captured(recording: Recording) -> None:
+def test_a_stack_with_several_rates_and_stages_after_its_decay_is_not_captured(recording: Recording) -> None:
     """A program has one decay factor for all blocks."""
     changes = RECIPES["decay after stages"]
     plain, captured = (Steps({**changes, "graph": graph}, groups=2) for graph in (False, True))
@@ -247,7 +247,7 @@ def test_stacks_of_several_dtypes_are_captured_together(recording: Recording, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", ["traced"], indirect=True)
-def test_a_captured_step_of_entries_launches_its_programs_alone(
+def test_a_captured_step_of_entries_launches_only_its_programs(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside them it makes only views, and no copy of gradients, state or parameters. One copy uploads its numbers."""
@@ -278,7 +278,7 @@ def test_a_captured_step_of_entries_launches_its_programs_alone(
     assert [name for name in names if name not in {*views, "program"}] == ["aten::_to_copy"]  # of the numbers
 
 
-def test_capturable_means_graph(recording: Recording) -> None:
+def test_the_argument_capturable_sets_graph(recording: Recording) -> None:
     run = Steps("adamw", capturable=True)
     run.step(6)
     assert run.optimizer.recipe.graph and [graph.replays for graph in recording.graphs] == [1]
@@ -288,7 +288,7 @@ def test_capturable_means_graph(recording: Recording) -> None:
     assert not kept & {p.grad.data_ptr() for p in run.held if p.grad is not None}
 
 
-def test_a_device_without_graphs_says_so() -> None:
+def test_a_device_without_graphs_gives_a_warning() -> None:
     with warned(UserWarning, "graph", "cpu"):
         Steps("adamw", capturable=True).step()
 
@@ -332,7 +332,7 @@ NEVER: dict[str, tuple[Any, Callable[[Steps], None] | None, str]] = {
 
 
 @pytest.mark.parametrize("case", NEVER)
-def test_a_graph_that_never_replays_is_no_secret(case: str, recording: Recording) -> None:
+def test_a_graph_that_is_never_replayed_gives_a_warning(case: str, recording: Recording) -> None:
     recipe, before, word = NEVER[case]
     run = Steps({"base": recipe} if isinstance(recipe, str) else recipe, overrides={"graph": True})
     with warnings.catch_warnings(record=True) as caught:
@@ -405,7 +405,7 @@ EVENTS = {
         if recipe != "adamw" or event is not moved_state  # fused kernels hold the tensors that a stack was made with
     ],
 )
-def test_a_step_of_another_kind_leaves_the_graph_and_says_why(
+def test_a_step_with_another_key_drops_the_graph_and_names_the_reason(
     recipe: str, event: Callable[[Steps], None], again: int, recording: Recording
 ) -> None:
     """It has the numbers of a step as it is. What stays so is captured anew two steps later."""
@@ -430,7 +430,7 @@ def test_a_step_of_another_kind_leaves_the_graph_and_says_why(
     assert "graph: " in str(captured.optimizer)
 
 
-def test_a_decay_that_moves_leaves_the_graph_of_a_fused_kernel_alone(recording: Recording) -> None:
+def test_a_weight_decay_that_changes_drops_only_graphs_of_fused_kernels(recording: Recording) -> None:
     """A fused kernel takes it as a constant; for other stacks it is an input."""
     counts = []
     for recipe in ("adamw", "ademamix"):
@@ -493,7 +493,7 @@ class Freezing(Stage):
 Stage.members.pop("test_freezing")  # the laws are about every member of the family
 
 
-def test_a_number_that_is_no_input_is_found(recording: Recording) -> None:
+def test_a_number_that_would_be_a_constant_of_the_graph_is_found(recording: Recording) -> None:
     run = Steps({"update": [Freezing()], "graph": True})
     with warned(UserWarning, "aten.mul.Tensor"):
         run.step(8)
@@ -515,7 +515,9 @@ def test_a_graph_with_other_bits_is_not_used(recording: Recording, monkeypatch: 
     assert [graph.replays for graph in recording.graphs] == [1]
 
 
-def test_what_cannot_be_captured_runs_as_it_is(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_the_device_cannot_capture_runs_without_a_graph(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(body: Callable[[], None]) -> None:
         body()
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -535,7 +537,9 @@ def test_what_cannot_be_captured_runs_as_it_is(recording: Recording, monkeypatch
         ({"base": "adamw", "constraints": "rounding"}, "constraints"),
     ],
 )
-def test_recipes_with_numbers_of_their_own_are_left(recipe: Any, part: str, recording: Recording) -> None:
+def test_recipes_with_numbers_that_python_computes_are_not_captured(
+    recipe: Any, part: str, recording: Recording
+) -> None:
     run = Steps({**recipe, "graph": True})
     with warned(UserWarning, part):
         run.step(5)

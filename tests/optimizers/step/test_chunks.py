@@ -66,7 +66,7 @@ def test_chunks_give_the_bits_of_stacks(name: str, dtype: torch.dtype, moved: li
     assert all(torch.equal(a, b) for a, b in zip(found, stacked, strict=True))
 
 
-def test_blocks_that_differ_in_their_steps_are_a_stack(moved: list[int]) -> None:
+def test_blocks_with_different_step_counts_are_not_updated_in_chunks(moved: list[int]) -> None:
     """Their corrections are rounded to the dtype of the stack, as those of any blocks that do not agree."""
 
     def given(i: int, step: int) -> bool:
@@ -76,7 +76,7 @@ def test_blocks_that_differ_in_their_steps_are_a_stack(moved: list[int]) -> None
     assert moved == [128, 128, 64] * 3  # both in the first step, one alone in the second
 
 
-def test_a_gradient_that_only_a_device_knows_to_be_bad_moves_nothing(moved: list[int]) -> None:
+def test_steps_with_a_mask_of_gradients_do_not_run_in_chunks(moved: list[int]) -> None:
     """The mask of usable gradients is on the device, and chunks are written without one."""
     held = parameters(torch.float32)
     recipe = {**ADAM, "failure": {"detect": "device"}}
@@ -88,7 +88,7 @@ def test_a_gradient_that_only_a_device_knows_to_be_bad_moves_nothing(moved: list
     assert not moved
 
 
-def test_checked_steps_are_of_stacks(moved: list[int]) -> None:
+def test_checked_steps_do_not_run_in_chunks(moved: list[int]) -> None:
     """What checks a stage follows the state of a stack; a chunk has none that is followed."""
     (held, _) = parameters(torch.float32)
     optimizer = Optimizer([held], ADAM, lr=0.01, checked=True)
@@ -97,14 +97,14 @@ def test_checked_steps_are_of_stacks(moved: list[int]) -> None:
     assert not moved and optimizer.state[held]["step"] == 1
 
 
-def test_stages_after_decay_see_it_in_large_parameters_too(moved: list[int]) -> None:
+def test_updates_with_stages_after_the_decay_do_not_run_in_chunks(moved: list[int]) -> None:
     """Chunks are decayed by their write, after all stages: a sign after the decay would not see it."""
     recipe = {**ADAM, "after_decay": ["sign"]}
     found, wanted = (run(recipe, torch.float64, in_chunks, lambda i, step: True) for in_chunks in (True, False))
     assert all(map(torch.equal, found, wanted)) and not moved
 
 
-def test_a_transposed_parameter_is_a_stack(moved: list[int]) -> None:
+def test_a_transposed_parameter_is_not_updated_in_chunks(moved: list[int]) -> None:
     held = nn.Parameter(normal(32, 10, seed=0).mT)
     optimizer = Optimizer([held], ADAM, lr=0.01)
     held.grad = torch.ones_like(held)

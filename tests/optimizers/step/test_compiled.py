@@ -110,7 +110,7 @@ class Early(Stage):
 Stage.members.pop("test_early")  # the laws are about every member of the family
 
 
-def test_updates_that_a_program_is_not_of_run_as_they_are(as_traced: list[int]) -> None:
+def test_steps_for_which_no_program_was_traced_run_by_the_stages(as_traced: list[int]) -> None:
     """A stage that asks of the step has one program, of late updates; the second of three blocks falls one behind."""
     held = [nn.Parameter(torch.zeros(10, dtype=torch.float64)) for _ in range(3)]
     optimizer = Optimizer(held, {"update": [Early()], "compile": True}, lr=1.0)
@@ -172,7 +172,7 @@ def test_numbers_of_a_step_do_not_depend_on_the_steps_before() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
-def test_other_inner_functions_of_torch_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_names_a_private_function_that_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "_without_guards", lambda graph: graph.no_such_function)
     monkeypatch.setattr(torch, "compile", lambda step, **options: step)
     tensor = torch.ones(1, 8)
@@ -182,7 +182,7 @@ def test_other_inner_functions_of_torch_are_told_of(monkeypatch: pytest.MonkeyPa
     assert torch.equal(tensor, torch.full((1, 8), 2.0))
 
 
-def test_signals_that_no_program_has_are_refused() -> None:
+def test_signals_that_programs_do_not_support_are_refused() -> None:
     pair = [(f"q.lora_{own}.weight", nn.Parameter(normal(4, 4, seed=0))) for own in "AB"]
     with refused(ValueError, "routes.pairs.compile", "partner_basis", "partner"):
         Optimizer(pair, {"base": "lora_muon", "set": {"routes.pairs.compile": True}})
@@ -274,7 +274,7 @@ def test_the_adam_route_of_a_recipe_is_compiled(as_traced: list[int]) -> None:
     assert "  compiled: steps of 2 parameters;" in repr(optimizer)
 
 
-def test_without_a_compiler_construction_says_so(as_traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_construction_without_a_compiler_is_refused(as_traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: Any) -> None:
         raise OSError("no g++")
 
@@ -285,7 +285,7 @@ def test_without_a_compiler_construction_says_so(as_traced: list[int], monkeypat
 
 @pytest.mark.skipif("EIGENGRAFT_COMPILE" not in os.environ, reason="compiles for half a minute: set EIGENGRAFT_COMPILE")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_entries_do_not_depend_on_their_place(dtype: torch.dtype) -> None:
+def test_results_do_not_depend_on_the_place_of_entries_in_a_tensor(dtype: torch.dtype) -> None:
     """Slices of any length from anywhere have the bits that they have inside of the tensor."""
     program = traced.program_of(_adamw(dtype))
     tensors = [normal(1, 4096, 1, seed=i).to(dtype).square() for i in range(4)]

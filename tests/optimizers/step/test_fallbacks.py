@@ -15,7 +15,7 @@ def told(recipe: Any, *held: torch.Tensor) -> list[tuple[str, ...]]:
     return [row.fallbacks for row in optimizer.routing_table()]
 
 
-def test_parameters_that_are_not_compiled_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_is_given_for_parameters_that_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "generate", lambda graph, symbolic: lambda tensors: None)
     monkeypatch.setattr(traced, "_PROGRAMS", {})
     nesterov = {"base": "adamw", "set": {"update.momentum.nesterov": True}, "compile": True}
@@ -37,7 +37,7 @@ def test_compile_of_a_recipe_is_not_for_parameters_of_routes() -> None:
     assert told({**recipe, "compile": False}, torch.zeros(4, 3)) == [()]
 
 
-def test_adams_chain_says_why_it_is_not_fused() -> None:
+def test_the_reason_is_given_if_adams_chain_is_not_fused() -> None:
     apart = "not fused: a single number has an owner where several ranks hold it"
     assert told("adamw", torch.zeros(4, 3), torch.zeros(()), torch.zeros(4, 3).mT) == [(), (apart,), ()]
     ramp = {"from": 0.9, "to": 0.99, "steps": 5}
@@ -69,21 +69,21 @@ def test_adams_chain_says_why_it_is_not_fused() -> None:
     ],
     ids=str,
 )
-def test_large_parameters_that_are_not_in_chunks_say_why(changes: Any, why: tuple[str, ...]) -> None:
+def test_the_reason_is_given_for_large_parameters_that_are_not_in_chunks(changes: Any, why: tuple[str, ...]) -> None:
     assert told({"base": "lion", **changes}, torch.zeros(512, 512), torch.zeros(8, 8)) == [why, ()]
 
 
-def test_odd_sizes_are_in_chunks_alone() -> None:
+def test_a_block_of_odd_size_is_in_chunks_only_if_it_is_alone() -> None:
     reason = "not in chunks: the size of its blocks is no multiple of 64, and it has several"
     assert told("lion", torch.zeros(183, 183)) == [()]
     assert told("lion", torch.zeros(183, 183), torch.zeros(183, 183)) == [(reason,), (reason,)]
 
 
-def test_parameters_that_no_update_takes_in_chunks_say_nothing() -> None:
+def test_no_reason_is_given_for_updates_that_never_run_in_chunks() -> None:
     assert told("soap_fitted", torch.zeros(320, 320)) == [()]
 
 
-def test_products_in_bfloat16_are_told_where_the_machine_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_products_in_bfloat16_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def lines(recipe: Any) -> list[str]:
         return Optimizer([("w", nn.Parameter(torch.zeros(4, 4)))], recipe).slow_products()
 

@@ -82,7 +82,7 @@ REFRESHED = {
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BROAD]
 )
-def test_a_traced_step_is_the_step_as_it_is(recipe: str, steps: list[int]) -> None:
+def test_a_traced_step_has_the_result_of_the_stages(recipe: str, steps: list[int]) -> None:
     parameters = [nn.Parameter(normal(*shape, seed=i)) for i, shape in enumerate(SHAPES)]
     named = [(f"layers.{i}.weight", parameter) for i, parameter in enumerate(parameters)]
     optimizer = Optimizer(named, compiled(recipe), lr=1e-3)
