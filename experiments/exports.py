@@ -124,7 +124,7 @@ def _argument(value: Any) -> Any:
 
 
 def _distribution(values: Any) -> dict[str, Any]:
-    """Return the entry of one parameter of a search in the file of a sweep.
+    """Return what the file of a W&B sweep says about one searched field.
 
     Raises RecipeError for a logarithmic range of whole numbers, which W&B lacks.
 

@@ -56,8 +56,8 @@ def default_members(
 
     family: family of components to which the candidates belong.
     preferred: declarations of the first candidates. All other kinds of the family that need no fields follow.
-    usual: function from a kind to a declaration of this kind. The fields of this declaration are used where
-        `preferred` does not set them.
+    usual: function from a kind to a declaration. Every candidate of this kind has the fields of the declaration, unless
+        `preferred` sets them.
     keep: function that receives a candidate, and returns False if the candidate is to be left out.
     """
 

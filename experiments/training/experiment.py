@@ -59,10 +59,14 @@ class Experiment(Component):
             set(eigengraft.Recipe.model_fields) | {"base", "set"},
             "it goes into the recipe: `recipe: {base: soap, ...}`",
         ),
-        **dict.fromkeys(
-            ("batch_size", "model", "width", "layers", "path"), "it goes into the task: `task: {kind: ...}`"
-        ),
-        **dict.fromkeys(("warmup", "warmup_steps", "final"), "it goes into the schedule: `schedule: {kind: ...}`"),
+        **{
+            name: f"it is a field of the {part}, `{part}.{own}`: `{part}: {{kind: ..., {own}: ...}}`"
+            for part, names in {
+                "task": {name: name for name in ("batch_size", "model", "width", "layers", "path")},
+                "schedule": {"warmup": "warmup_steps", "warmup_steps": "warmup_steps", "final": "final"},
+            }.items()
+            for name, own in names.items()
+        },
         **dict.fromkeys(
             ("beta", "betas", "eps", "momentum"), "it is a field of a stage: `update.rms.beta=0.99`, for example"
         ),

@@ -184,13 +184,14 @@ class Heads:
         return complete
 
     def _named(self, layers: Sequence[Layer], names: re.Pattern[str], accepts: Callable[[Layer, int], bool]) -> None:
-        """Record a head for each attribute of a module whose name matches `names`, such as `lm_head`.
+        """Record a head for each attribute that has a name like `lm_head`, one that matches `names`.
 
         If the attribute holds a layer, this layer is the head. If it holds a module with several layers, the last of
         them is the head. The head is recorded only if `accepts(layer, index)` returns True for it.
 
         layers: the layers that are searched.
-        accepts: function of the head and of an index: `layer.path[index]` is the attribute whose name matches.
+        accepts: function of the head and of an index. The path of a layer has the names of the attributes through which
+            the model holds it, and `layer.path[index]` is the name that matches.
         """
         named = dict[Attributes, list[Layer]]()
         for layer in layers:

@@ -336,8 +336,8 @@ def _block_source(stack_state: StackState, recipe: Recipe) -> ProgramSource:
         ScheduledNumbers.of(stack_state.rule, recipe.total_steps),
         leaves_masks(recipe.failure, stack.device),
         encoded=stack_state.encoded,
-        widths=stack_state.width_factors is not None,
-        sizes=stack_state.step_sizes,
+        scaled=stack_state.width_factors is not None,
+        step_sizes=stack_state.step_sizes,
         signals={name: (shape, stack.dtype) for name, shape in shapes.items()},
         matrices=matrix_index(stack.matrix_ids, stack.device)[0] if stack_state.spans else None,
     )

@@ -169,30 +169,30 @@ class ProgramSource:
     - Directions (`stored` is None): it computes directions `[N, *block]` from gradients `[N, *block]`, for any chain
       and a fixed number N of blocks.
     - Entries (`stored` is a dtype): it updates entries of parameters in place, for an entry-wise chain and any number
-      of entries. It is traced with sample tensors `[blocks, *block]`. In a step, the tensors may have another length on
-      their second axis.
+      of entries. It is traced with sample tensors `[blocks, *block]`, in which a block is a row of a parameter's
+      entries. In a step, the tensors may have another length on their second axis.
 
     Fields of both forms:
 
     update: the update whose stages form the chain.
     path: path of the update in the recipe.
-    blocks: number N of blocks. Form entries: number of rows of the sample tensors.
-    block: shape of a block. Form entries: shape of a row of the sample tensors.
+    blocks: number N of blocks.
+    block: shape of a block.
     dtype: dtype of the computation.
     device: device on which the program runs.
     slots: by name, shape and dtype of each tensor that stores state.
-    decay: rule of the weight decay that is added to directions; None if none is added. Form entries: rule of the weight
-        decay with which parameters are written.
+    decay: in the form directions, the rule of the weight decay that is added to directions, or None if none is added.
+        In the form entries, the rule of the weight decay with which parameters are written.
     schedules: scheduled numbers of the stages.
-    masked: True if one input is a mask `[blocks]`, True for each block or row whose state and parameters are written.
+    masked: True if one input is a mask `[blocks]`, True for each block whose state and parameters are written.
     stored: dtype of the parameters that a program of the form entries writes. None: the form is directions.
 
     Fields of the form directions, which have their defaults in the form entries:
 
     encoded: slots that a quantizer stores, by name.
-    widths: True if the directions are multiplied by factors `[N]`, one for each block.
-    sizes: slots in which stages store a step size of each block. Decay that is added to directions is multiplied by
-        this step size.
+    scaled: True if the directions are multiplied by factors `[N]`, one for each block.
+    step_sizes: slots in which stages store a step size of each block. Decay that is added to directions is multiplied
+        by this step size.
     signals: by name, shape and dtype of each signal that stages request.
     matrices: number of parameters to which the blocks belong, if stages take sums over the blocks of a parameter. Each
         matrix of a view of a parameter counts. None: the stages take no such sums.
@@ -210,8 +210,8 @@ class ProgramSource:
     masked: bool = False
     stored: torch.dtype | None = None
     encoded: Mapping[str, EncodedSlot] = field(default_factory=dict)
-    widths: bool = False
-    sizes: tuple[StateKey, ...] = ()
+    scaled: bool = False
+    step_sizes: tuple[StateKey, ...] = ()
     signals: Mapping[str, TensorKind] = field(default_factory=dict)
     matrices: int | None = None
 
@@ -242,7 +242,7 @@ class ProgramSource:
             known |= {signal_input(name): kind for name, kind in self.signals.items()}
             known |= {"seeds": (each, torch.int64), "steps": (each, torch.int64)}
             known["matrix_index"] = None if self.matrices is None else (each, torch.int64)
-            known["factor"] = (each, self.dtype) if self.widths else None
+            known["factor"] = (each, self.dtype) if self.scaled else None
             known |= {} if self.decay is None else {"decaying": (entries, self.dtype), "alpha": number}
         known["mask"] = (each, torch.bool) if self.masked else None
         known |= dict.fromkeys(self.schedules.names, ((), torch.float64))
@@ -281,7 +281,9 @@ class ProgramSource:
         """
         assert self.decay is not None
         rates = StepRates(1.0, given["alpha"], self.decay)
-        return plus_decay(times_step_sizes(given["decaying"], state.scope("update"), self.sizes), directions, rates)
+        return plus_decay(
+            times_step_sizes(given["decaying"], state.scope("update"), self.step_sizes), directions, rates
+        )
 
 
 def signal_input(name: str) -> str:

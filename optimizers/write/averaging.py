@@ -324,7 +324,7 @@ class EMA(Averaging):
 
 
 class LAWA(Averaging):
-    """Every nu updates W enters a circular queue of the last K copies of W; evaluated: the mean of the queue.
+    """After every nu = `every` updates, W enters a queue of the last K = `window` copies of W; evaluated: their mean.
 
     Latest weight averaging of the parameter W (Kaddour 2022; Ajroldi, Orvieto & Geiping 2025, section 2). Before
     `start` the parameter itself is evaluated. A horizon nu K of about 1% of all updates is a good choice.

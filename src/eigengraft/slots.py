@@ -316,7 +316,7 @@ class Storage:
     delayed: DelayedRefreshes | None = None
 
     def slice_rows(self, start: int, stop: int) -> Storage:
-        """Return the storage for the blocks start to stop - 1, counted among the blocks that the state selects."""
+        """Return the storage for the blocks start to stop - 1. Block 0 is the first one that this storage selects."""
         counters = self.counters
         if counters is None:
             return self
@@ -497,7 +497,7 @@ class State:
         return type(self)(self.tensors, seen, path, self.rows, self.mask, self.storage)
 
     def slice_rows(self, start: int, stop: int) -> Self:
-        """Return the state of the blocks start to stop - 1, counted among the blocks that this state selects."""
+        """Return the state of the blocks start to stop - 1. Block 0 is the first one that this state selects."""
         if self.rows is None:
             rows: slice | Tensor = slice(start, stop)
         elif isinstance(self.rows, slice):
