@@ -84,7 +84,7 @@ class Loads:
         """Add the cost of a parameter that several ranks update in parts.
 
         fractions: `[R]`, the fraction of the parameter that each rank updates.
-        work: work of a step for the whole parameter, in the unit of `constant`.
+        work: work of a step for the whole parameter, in the unit of the field `constant`.
         state: bytes of state of the whole parameter.
         """
         self.constant += np.array(fractions) * work

@@ -189,10 +189,10 @@ class ParamGather:
             _copy_rows(parameters[rows.position], rows, own.view(len(data), *shape))
 
     def _shapes(self, parameters: Mapping[int, Tensor], chosen: Sequence[Rows]) -> list[tuple[int, ...]]:
-        """Return the shape of each set of rows in a message.
+        """Return the shape of each set of rows in a message of replicated parameters.
 
-        In a message of replicated parameters, the shapes are the same for all ranks. If a rank's part has fewer rows,
-        the last rows of a set are not used.
+        The shapes are the same for all ranks. A rank that updates fewer rows sends its rows first; the rest of the set
+        has no meaning.
 
         parameters: the replicated parameters, by position.
         chosen: the rows of the message.

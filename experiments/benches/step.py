@@ -195,7 +195,9 @@ class StepCase(Component):
 
     @property
     def is_reference(self) -> bool:
-        """True if recipes with the same algorithm are compared with this candidate, in the column `over_best_other`."""
+        """True if recipes with the same algorithm are compared with this candidate. The column `over_best_other` of a
+        recipe has its time divided by that of the fastest such candidate.
+        """
         return self.compared or self.recipe is None
 
     def build(self, parameters: Sequence[Parameter], interval: int) -> torch.optim.Optimizer:

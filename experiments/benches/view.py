@@ -100,13 +100,13 @@ class Panel:
     """One half of a figure, with two logarithmic axes.
 
     x, y: labels of the axes.
-    lines: name -> function that returns the points of a line. For each candidate a line is drawn, and "{}" in the name
-        stands for the candidate.
-    keep: function that returns True for rows that are drawn.
-    same: fields such as "dtype". Only rows that have the value of the first row in each of them are drawn. The panel's
-        title shows this value.
-    largest: fields such as "size". Only rows that have the largest value in each of them are drawn. The panel's title
-        shows this value.
+    lines: name -> function from the rows of one candidate to the points of its line. For each candidate a line is
+        drawn, and "{}" in the name stands for the candidate.
+    keep: function of a row, True if the row is drawn.
+    same: fields such as "dtype". A row is drawn only if its values of these fields are those of the first row. The
+        panel's title shows these values.
+    largest: fields such as "size". A row is drawn only if its values of these fields are the largest ones. The panel's
+        title shows these values.
     band: number or interval to compare with, drawn as a line or a band; None: not drawn.
     """
 

@@ -260,7 +260,8 @@ class FiniteCheck:
 
     failure: policy of the recipe for unusable gradients.
     names: names of the parameters in errors and counts.
-    survey: function that returns facts about gradients, summed over all ranks that share the parameters.
+    survey: function from the gradients of a step to facts about them, such as which are finite and their sums of
+        squares, for all ranks that share the parameters.
     skipped: number of unusable gradients of each parameter of the optimizer, by name. All checks of the optimizer share
         this counter.
     """

@@ -329,7 +329,10 @@ class ParameterUpdate:
     context: ConstraintContext = ConstraintContext()
 
     def __call__(self, tensors: Tensors) -> None:
-        """Change n tensors in place by weight decay, update and constraints."""
+        """Change n parameters W in place by weight decay, the updates U (`updates`) and the constraints.
+
+        tensors: the n parameters W, in the order of the updates.
+        """
         if not self.constraints:
             write(tensors, self.updates, self.step_rates, self.mask)
             return

@@ -224,7 +224,11 @@ class IterateStore:
         return tensors
 
     def hold(self, mode: Mode) -> None:
-        """Set the mode without changing parameters. For "eval", store a copy of them as the training iterate."""
+        """Record which iterate the parameters hold already. No parameter changes.
+
+        Called when a parameter set is built, and by `swap`. For "eval", a copy of the parameters is stored as the
+        training iterate.
+        """
         if mode == "train":
             self.training_iterates = None
         elif self.training_iterates is None and self.averaging is not None:
