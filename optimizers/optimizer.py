@@ -330,9 +330,9 @@ class Optimizer(ComposedOptimizer):
     ) -> ReadySteps:
         """Check the gradients. Return the parameter sets with the inputs of their steps, which have all signals.
 
-        The order matters: functions that provide signals are called after the check, which may divide gradients by the
-        scale of the loss; the check for spikes reads the loss, which `take` drops with all signals; and it may clip
-        gradients, of which partner signals are copies.
+        The order matters. The check may divide gradients by the scale of the loss, so functions that provide signals
+        are called after it. The check for spikes reads the loss, and `take` drops all signals. It may also clip
+        gradients, so partner signals, which may be copies of gradients, are made last.
 
         taken: number of steps before this one. None: the largest step count of the parameters.
         """

@@ -391,16 +391,16 @@ def latex(table: TextTable) -> str:
             blocks[1:] = narrower
     title, label = _escaped(table.title), "-".join(re.findall(r"[a-z0-9.]+", table.title.lower()))
     captions = {label: f"{title}. {_escaped(table.caption)}".strip()}
-    notes = {label: ["", f"\\smallskip\\begin{{minipage}}{{\\linewidth}}{_escaped(table.note)}\\end{{minipage}}"]}
     for number in range(2, len(blocks) + 1):
         captions[f"{label}-{number}"] = rf"{title}, further columns of Table~\ref{{tab:{label}}}."
-    parts = []
+    parts = list[str]()
     for (own, caption), block in zip(captions.items(), blocks, strict=True):
         begin = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}", f"\\label{{tab:{own}}}"]
         begin.append("\\footnotesize\\setlength{\\tabcolsep}{4pt}")
         tabular = _tabular([(lines, cells) for _, lines, cells in (first, *block)])
-        note = notes.get(own, ()) if table.note else ()
-        parts.append("\n".join([*begin, tabular, *note, "\\end{table}"]))
+        if table.note and not parts:  # only the first table has the note
+            tabular += f"\n\n\\smallskip\\begin{{minipage}}{{\\linewidth}}{_escaped(table.note)}\\end{{minipage}}"
+        parts.append("\n".join([*begin, tabular, "\\end{table}"]))
     return "\n\n".join(parts)
 
 

@@ -47,6 +47,11 @@ FolderName = Annotated[
 """Name of a run or study, which is also the name of its directory."""
 
 
+def _field_of(part: str, field: str) -> str:
+    """Return advice about a field that belongs to a part of an experiment, such as its task."""
+    return f"it is a field of the {part}, `{part}.{field}`: `{part}: {{kind: ..., {field}: ...}}`"
+
+
 class Experiment(Component):
     """One training run: theta <- step(recipe, lr * schedule(k), gradient of the task's batch k), k = 0 .. steps - 1.
 
@@ -59,14 +64,9 @@ class Experiment(Component):
             set(eigengraft.Recipe.model_fields) | {"base", "set"},
             "it goes into the recipe: `recipe: {base: soap, ...}`",
         ),
-        **{
-            name: f"it is a field of the {part}, `{part}.{own}`: `{part}: {{kind: ..., {own}: ...}}`"
-            for part, names in {
-                "task": {name: name for name in ("batch_size", "model", "width", "layers", "path")},
-                "schedule": {"warmup": "warmup_steps", "warmup_steps": "warmup_steps", "final": "final"},
-            }.items()
-            for name, own in names.items()
-        },
+        **{name: _field_of("task", name) for name in ("batch_size", "model", "width", "layers", "path")},
+        **dict.fromkeys(("warmup", "warmup_steps"), _field_of("schedule", "warmup_steps")),
+        "final": _field_of("schedule", "final"),
         **dict.fromkeys(
             ("beta", "betas", "eps", "momentum"), "it is a field of a stage: `update.rms.beta=0.99`, for example"
         ),

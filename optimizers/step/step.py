@@ -310,7 +310,7 @@ class ParamSet:
         host has read such a result, the caller must call `take_back`, and run the step of the parameters with usable
         gradients.
 
-        Return False, and launch nothing, if the step cannot be launched early: it could not be undone or repeated
+        Return False, and launch nothing, if the step cannot be launched early. No step of this set can be
         (`_may_launch_early`), the host need not read the check, a learning rate is a tensor, or `inspect` or
         `checked=True` observes the stages.
         """
@@ -389,12 +389,13 @@ class ParamSet:
         groups: the stacks, in lists. Stacks whose stages sum over the same parameter are in one list.
         """
         stack_states = [stack_state for group in groups for stack_state in group]
-        exchange = self.exchange.begin(inputs, stack_states, partial(self._write, inputs=inputs))
-        calls = FusedCalls(inputs)
         active: NDArray[np.bool_] | None = None
         first: NDArray[np.bool_] | None = None
+        written: NDArray[np.bool_] | None = None
         if not inputs.written.all():
-            active, first = inputs.active, inputs.active & (inputs.counts == 1)
+            active, first, written = inputs.active, inputs.active & (inputs.counts == 1), inputs.written
+        exchange = self.exchange.begin(inputs, stack_states, partial(self._write, inputs=inputs, written=written))
+        calls = FusedCalls(inputs)
         if self.offloaded is not None:
             self.offloaded.schedule(groups, inputs.active)
         for group in groups:
@@ -488,13 +489,15 @@ class ParamSet:
         assert isinstance(parameter, Tensor)
         return parameter
 
-    def _write(self, updates: EntryUpdates, inputs: StepInputs) -> None:
+    def _write(self, updates: EntryUpdates, inputs: StepInputs, written: NDArray[np.bool_] | None) -> None:
         """Apply updates to the parameters that the step changes. Updates of other parameters are dropped.
 
         Parameters with the same update rule, learning rate and weight decay are processed together.
+
+        written: `inputs.written`. None: the step changes all parameters.
         """
-        if not inputs.written.all():
-            updates = updates.chosen(inputs.written[updates.positions])
+        if written is not None:
+            updates = updates.chosen(written[updates.positions])
         kinds = self._update_ids[updates.positions]
         if inputs.rates.same is None:
             kinds = (kinds << 32) + inputs.rates.alike[updates.positions]

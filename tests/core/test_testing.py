@@ -536,9 +536,11 @@ def test_a_sound_quantizer_gets_a_report() -> None:
     assert "draws average out" in check_quantizer(Int8(min_elements=1, block_size=8, rounding="stochastic")).held
 
 
-def test_a_report_of_a_quantizer_has_bytes_and_error() -> None:
+def test_a_report_of_a_quantizer_has_bytes_and_error(monkeypatch: pytest.MonkeyPatch) -> None:
     (note,) = check_quantizer(Int8(block_size=64), 64).notes
     assert " 1.06 bytes per number" in note  # one scale of 4 bytes for 64 codes of one byte
+    monkeypatch.setattr(BrokenQuantizer, "unsupported", lambda own, slot: "large" if 64 in slot.shape else None)
+    assert " of 9 x 9 takes " in check_quantizer(BrokenQuantizer()).notes[0]
     (exact,) = check_quantizer(Float32(), 64).notes
     assert " 4 bytes per number, with a relative error of 0" in exact
 

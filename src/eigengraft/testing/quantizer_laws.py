@@ -71,11 +71,15 @@ class QuantizerCase(Case[Quantizer]):
 
 
 def storage_note(case: QuantizerCase) -> str:
-    """Return a sentence about the bytes and the error of a stored matrix of order 64, or `case.size` if that is larger.
+    """Return a sentence about the bytes and the error of a stored matrix of order 64.
 
-    Small matrices would take more bytes for each number, because scales are stored too.
+    Small matrices would take more bytes for each number, because scales are stored too. The matrix has order
+    `case.size` if that is larger, or if the quantizer refuses matrices of order 64.
     """
-    slot, x = replace(case, size=max(case.size, 64)).example(1)
+    try:
+        slot, x = replace(case, size=max(case.size, 64)).example(1)
+    except LawError:
+        slot, x = case.example(1)
     encoded = case.component.encode(x)
     stored = sum(part.nbytes for part in encoded.values()) / x.numel()
     error = float((case.component.decode(encoded, slot, x.dtype) - x).norm() / x.norm())
