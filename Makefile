@@ -23,7 +23,7 @@ SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   compare AdamW, Shampoo, SOAP and Muon on three small tasks, and write a report (three to five minutes on two idle desktop cores, after the installation; a third of it with ARGS='seeds=[0]')"
+	@echo "make demo   compare AdamW, Shampoo, soap_fitted and Muon on three small tasks, and write a report (three to five minutes on two idle desktop cores, after the installation; a third of it with ARGS='seeds=[0]')"
 	@echo "make quick  run the tests that start no process and train nothing, while writing a stage (about a minute)"
 	@echo "make test   run all tests            (make test ARGS='-k house' for some of them; -n 0 in one process)"
 	@echo "make wordings  write the messages of errors to tests/wordings.txt after a rewording (ARGS=tests/laws for some tests)"

@@ -27,7 +27,7 @@ Wordings = dict[str, list[str]]
 """Messages by test: path in `tests`, `::`, name."""
 
 VARYING = (
-    (re.compile(r"\s*[╭╮╰╯│─]+\s*"), " "),
+    (re.compile(r"(?:\s*[╭╮╰╯│─]+\s*)+"), " "),
     (re.compile(r"[^\s'\"`(\[]*/pytest-of-[^/\s]+/pytest-\d+/(?:popen-gw\d+/)?[^/\s'\"`:,;)\]]+"), "<tmp>"),
     (re.compile(re.escape(ROOT)), "<root>"),
     (re.compile(r"\b0x[0-9a-f]{6,}\b"), "<address>"),

@@ -72,6 +72,7 @@ def test_the_numbers_of_a_schedule() -> None:
     assert [value_at(pieces, t, 20) for t in range(1, 10)] == [0.25, 0.5, 0.75, 3.0, 2.75, 2.5, 2.25, 2.0, 2.0]
     (cosine,) = read_schedule({"from": 1.0, "to": 0.0, "steps": 4, "shape": "cosine"}) or ()
     assert [cosine.at(x) for x in (0.0, 0.5, 1.0)] == [1.0, 0.5, 0.0]
+    assert math.isclose(cosine.at(0.25), (1 + math.cos(math.pi / 4)) / 2, rel_tol=1e-15)
 
 
 def test_a_half_life_goes_linearly_as_in_ademamix() -> None:
