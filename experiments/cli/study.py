@@ -257,7 +257,7 @@ def demo_command(
     out: Annotated[Path, typer.Option(help="directory of the study")] = Path("runs/demo"),
     workers: Workers = None,
 ) -> None:
-    """Compare AdamW, Shampoo, soap_fitted and Muon, each at its tuned learning rate, on three small tasks; write a report.
+    """Compare AdamW, Shampoo, soap_fitted and Muon at their tuned learning rates, on three small tasks; write a report.
 
     The quickest task is run with the first seed first, then all tasks with the first seed, then all other seeds. After
     each of the first two parts, a report is written, and the time of all other runs is estimated from the finished runs
