@@ -277,9 +277,9 @@ class Optimizer(ComposedOptimizer):
         start = None if rule is None else rule.begin(parameters)
         if isinstance(loss, (Tensor, float)):
             self.provide("loss", loss)
-        hypers, taken = self._begin_given(parameters)
+        hypers, steps_before = self._begin_after_backward(parameters)
         counts = [] if rule is None else [(param_set, param_set.step_counts.copy()) for param_set in self.param_sets]
-        ready = self._ready(parameters, hypers, taken, loss_scale)
+        ready = self._ready(parameters, hypers, steps_before, loss_scale)
         for group, hyper in zip(self.param_groups, hypers, strict=True):
             if hyper.peak_lr != group["peak_lr"]:
                 self._keep_peak(group, hyper)
@@ -309,7 +309,7 @@ class Optimizer(ComposedOptimizer):
             )
         return LossScale.of(self)
 
-    def _begin_given(self, parameters: Sequence[Tensor]) -> tuple[list[Hyper], int | None]:
+    def _begin_after_backward(self, parameters: Sequence[Tensor]) -> tuple[list[Hyper], int | None]:
         """Begin a step whose gradients have been computed. Backward has begun it if it has updated parameters.
 
         Return the values of param groups, and the number of steps before this one. None: the largest step count of the
@@ -326,7 +326,11 @@ class Optimizer(ComposedOptimizer):
         return begun
 
     def _ready(
-        self, parameters: Sequence[Tensor], hypers: Sequence[Hyper], taken: int | None, loss_scale: LossScale | None
+        self,
+        parameters: Sequence[Tensor],
+        hypers: Sequence[Hyper],
+        steps_before: int | None,
+        loss_scale: LossScale | None,
     ) -> ReadySteps:
         """Check the gradients. Return the parameter sets with the inputs of their steps, which have all signals.
 
@@ -334,20 +338,20 @@ class Optimizer(ComposedOptimizer):
         are called after it. The check for spikes reads the loss, and `take` drops all signals. It may also clip
         gradients, so partner signals, which may be copies of gradients, are made last.
 
-        taken: number of steps before this one. None: the largest step count of the parameters.
+        steps_before: number of steps before this one. None: the largest step count of the parameters.
         """
-        signals, spikes, asks = self.param_sets.signals, self.param_sets.spikes, self.param_sets.asks_signals
-        ready = prepare(self.param_sets, hypers, loss_scale, early=spikes is None and not asks)
+        signals, spikes, needed = self.param_sets.signals, self.param_sets.spikes, self.param_sets.needs_signals
+        ready = prepare(self.param_sets, hypers, loss_scale, early=spikes is None and not needed)
         self._collect_signals()
         if spikes is not None and parameters:
             ready = spikes.apply(ready, signals.loss(parameters[0]))
-        if asks:
-            ready = with_partners(signals.asked, self.param_sets.rows(), signals.take(ready, taken))
+        if needed:
+            ready = with_partners(signals.asked, self.param_sets.rows(), signals.take(ready, steps_before))
         return ready
 
     def _collect_signals(self) -> None:
         """Call the functions that `provide` has received, and store the values of signals that they return."""
-        if self.param_sets.asks_signals:
+        if self.param_sets.needs_signals:
             known = [parameter for param_set in self.param_sets for parameter in param_set.parameters]
             self.param_sets.signals.collect(known)
 
@@ -371,16 +375,18 @@ class Optimizer(ComposedOptimizer):
         """Return the learning rate, its peak and the weight decay that each param group has now."""
         return [Hyper.of(group, self.param_sets.follows_peak is not None) for group in self.param_groups]
 
-    def step_some(self, param_set: ParamSet, hypers: Sequence[Hyper], taken: int, only: NDArray[np.bool_]) -> None:
+    def step_some(
+        self, param_set: ParamSet, hypers: Sequence[Hyper], steps_before: int, only: NDArray[np.bool_]
+    ) -> None:
         """Update some parameters of a set during backward. The method `step` later updates the rest.
 
         hypers: values of the param groups.
-        taken: number of steps before this one.
+        steps_before: number of steps before this one.
         only: `[P]`, True for the parameters to update.
         """
         ready = prepare([param_set], hypers, only=only)
-        if self.param_sets.asks_signals:
-            ready = self.param_sets.signals.take(ready, taken)
+        if self.param_sets.needs_signals:
+            ready = self.param_sets.signals.take(ready, steps_before)
         for _, inputs in ready:
             if inputs is not None:
                 param_set.step(inputs)

@@ -61,7 +61,11 @@ class UpdateRule(Component):
 
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
     update: Stages = Field(description="the stages that turn a gradient into a direction, at least one")
-    after_decay: Stages = Field(default=(), description="stages after weight decay was added to the direction")
+    after_decay: Stages = Field(
+        default=(),
+        description="stages after weight decay was added to the direction; they receive the gradient as it is, and the "
+        "sum as direction",
+    )
     constraints: Constraints = Field(
         default=(),
         validate_default=False,

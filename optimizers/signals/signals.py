@@ -131,12 +131,12 @@ class Schedules:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.by_path = recipe, dict(schedules(recipe))
 
-    def follow(self, param_sets: Iterable[ParamSet], taken: int | None = None) -> None:
+    def follow(self, param_sets: Iterable[ParamSet], steps_before: int | None = None) -> None:
         """Set the scheduled numbers of a step in the stages and constraints of all parameters.
 
-        taken: number of steps before the step. None: the largest step count of the parameters.
+        steps_before: number of steps before the step. None: the largest step count of the parameters.
         """
-        step = (steps_taken(param_sets) if taken is None else taken) + 1
+        step = (steps_taken(param_sets) if steps_before is None else steps_before) + 1
         rules = component_at(self.recipe, step, self.recipe.total_steps).rules()
         for param_set in param_sets:
             param_set.iterates.constraints = {path: rule.constraints for path, rule in rules.items()}
@@ -489,17 +489,17 @@ class Signals:
         """
         return self.provided.get(known_signals()["loss"], parameter)
 
-    def take(self, ready: ReadySteps, taken: int | None = None) -> ReadySteps:
+    def take(self, ready: ReadySteps, steps_before: int | None = None) -> ReadySteps:
         """Return the inputs of steps with the values of all signals added. All values are then dropped.
 
         Raise ValueError on all ranks if a required signal has no value.
 
         ready: parameter sets with the inputs of their steps.
-        taken: number of steps before this one. None: the largest step count of the parameters.
+        steps_before: number of steps before this one. None: the largest step count of the parameters.
         """
         self._follow_first(param_set for param_set, _ in ready)
         given = [(param_set, inputs) for param_set, inputs in ready if inputs is not None]
-        shared = dict(self._of_all(given, taken))
+        shared = dict(self._of_all(given, steps_before))
         complete = [(own, None if inputs is None else self._of_one(own, inputs, shared)) for own, inputs in ready]
         self.drop()  # also if no gradient was usable and nothing is updated
         made = {name for _, inputs in complete if inputs is not None for name in inputs.signals}
@@ -534,18 +534,18 @@ class Signals:
             )
 
     def _of_all(
-        self, ready: Sequence[tuple[ParamSet, StepInputs]], taken: int | None
+        self, ready: Sequence[tuple[ParamSet, StepInputs]], steps_before: int | None
     ) -> Iterator[tuple[str, Tensor | float]]:
         """Yield (name, number) for signals that are one number for all parameters: the fraction of the run that is
         over, the norm of all gradients, and sums of a slot over all parameters.
 
         ready: parameter sets that take the step, with its inputs.
-        taken: number of earlier steps of the run. None: the largest step count of the parameters.
+        steps_before: number of earlier steps of the run. None: the largest step count of the parameters.
         """
         if ready and "step_fraction" in self.asking:
             assert self.recipe.total_steps is not None
-            taken = steps_taken(param_set for param_set, _ in ready) if taken is None else taken
-            yield "step_fraction", (taken + 1) / self.recipe.total_steps
+            steps_before = steps_taken(param_set for param_set, _ in ready) if steps_before is None else steps_before
+            yield "step_fraction", (steps_before + 1) / self.recipe.total_steps
         if ready and "gradient_norm" in self.asking:
             yield "gradient_norm", gradient_norm([inputs for _, inputs in ready])
         totals: dict[str, Tensor] = {}

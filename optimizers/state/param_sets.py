@@ -70,7 +70,7 @@ class ParamSets:
     schedules: scheduled fields of stages.
     spikes: the check for spikes of losses or gradient norms. None: the recipe has no such check.
     skip_counts: number of unusable gradients by name of the parameter, as far as the host has read the checks.
-    asks_signals: True if a step needs any signal.
+    needs_signals: True if a step needs any signal.
     consolidated: entry "state" of state dicts after `consolidate`: the full state, or an empty `ShardedStateDict` on
         ranks that did not receive it. None: `consolidate` was not called, or the state has changed since.
     """
@@ -81,7 +81,7 @@ class ParamSets:
         self.groups, self.batches = list[ParamGroup](), list[GroupBatch]()
         self.consolidated: dict[str, Any] | None = None
         self.skip_counts = Counter[str]()
-        self.asks_signals = False
+        self.needs_signals = False
         self._shown = ShownState({}, [], [])
         self.signals, self.schedules = Signals(recipe), Schedules(recipe)
         self.spikes = None if recipe.failure.spike is None else SpikeCheck(recipe.failure.spike)
@@ -274,7 +274,7 @@ class ParamSets:
             if all(old is not new for new in param_sets):
                 old.exchange.close()
         batch.sets = param_sets
-        self.asks_signals = self.signals.asked_by(self)
+        self.needs_signals = self.signals.asked_by(self)
         self.consolidated = None
         self._note_shown(state)
 

@@ -31,7 +31,7 @@ from .fused import FusedAdam, FusedCalls, declared_moments, fused_adam
 from .gradients import leaves_masks
 from .inputs import GraphNumbers, StepInputs
 from .reasons import not_captured, not_compiled, not_fused, not_in_place
-from .stack_step import StackStep, finite_writes, is_checked, move, require_finite
+from .stack_step import StackStep, finite_writes, is_checked, require_finite, update_entries
 from .traced import Program, ProgramSource, ScheduledNumbers, program_of, signal_input
 
 _LEAST = 1 << 15
@@ -81,7 +81,7 @@ class Execution:
         numbers: numbers that a CUDA graph reads, if a graph captures the step. A traced program then computes the
             directions.
         """
-        return step.direction()
+        return step.by_stages()
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Capturable(Execution):
 
     def direction(self, step: StackStep, numbers: GraphNumbers | None) -> Tensor:
         if numbers is None:
-            return step.direction()
+            return step.by_stages()
         assert self.program is not None
         inputs = _block_inputs(self.program, step, numbers)
         assert inputs is not None  # no graph captures a step that a program cannot compute (`CapturedStacks.unfit`)
@@ -134,7 +134,7 @@ class Compiled(Capturable):
         assert self.program is not None
         inputs = _block_inputs(self.program, step, numbers)
         if inputs is None:
-            return step.direction()
+            return step.by_stages()
         (directions,) = self.program.compiled(inputs)
         assert isinstance(directions, Tensor)
         require_finite(directions, step.gradient, step.blocks.stack_state.chain_path("update"), step.context)
@@ -425,7 +425,7 @@ def _run_chunks(blocks: ActiveBlocks, inputs: StepInputs) -> bool:
         rates = inputs.rates.step_rates(stack_state.path, position)
         factors = None if stack_state.width_factors is None else stack_state.width_factors[row]
         for entries, state in _chunks(stack_state, row, inputs.own_entries[position], inputs.gradients[position]):
-            move(stack_state.rule, state.scope, entries, context, rates, factors)
+            update_entries(stack_state.rule, state.scope, entries, context, rates, factors)
     return True
 
 
@@ -481,7 +481,7 @@ def _run_entries(blocks: ActiveBlocks, inputs: StepInputs, programs: Mapping[tor
         if alike and math.prod(stack_state.stack.block) < JOINED_IN_KERNEL and len(parameters) > 1:
             dtype = parameters[0].dtype
             given = {**numbers(dtype, writes[0], steps[0]), **({} if mask is None else {"mask": mask})}
-            _run_together(stack_state, parameters, gradients, programs[dtype], given)
+            _run_joined(stack_state, parameters, gradients, programs[dtype], given)
             return
         shape, masks = _shape(stack_state), [None] * len(parameters) if mask is None else mask.view(-1, 1).unbind()
         for row, parameter, gradient, at, write, usable in zip(
@@ -495,7 +495,7 @@ def _run_entries(blocks: ActiveBlocks, inputs: StepInputs, programs: Mapping[tor
             program.compiled(program.ordered(given))
 
 
-def _run_together(
+def _run_joined(
     stack_state: StackState,
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],

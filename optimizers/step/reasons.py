@@ -65,7 +65,7 @@ def not_in_place(stack_state: StackState, recipe: Recipe) -> Iterator[str]:
         "a stage is lagged": stack_state.rule.lagging(),
         "a stage follows the weight decay, or multiplies it": stack_state.adds_decay,
         "it has constraints": bool(stack_state.rule.constraints),
-        "an averaging or a constraint is in the recipe": recipe.averaging is not None,
+        "an averaging is in the recipe": recipe.averaging is not None,
         "its updates are sent between ranks": stack_state.block_group is not None,
         "its state is coded": bool(stack_state.encoded),
         f"stages request signals ({', '.join(asked)})": bool(asked),

@@ -35,7 +35,7 @@ StateOf = Callable[[ChainName], State]
 writes in one call."""
 
 
-def direction(
+def run_update(
     rule: UpdateRule,
     state_of: StateOf,
     gradient: Tensor,
@@ -59,6 +59,8 @@ def direction(
         directions = decay(directions)
     if not rule.after_decay:
         return directions
+    if directions is gradient:  # without weight decay, the chain must have the wires that it has with weight decay
+        directions = gradient.view_as(gradient)
     return run_chain(rule.after_decay, state_of("after_decay"), gradient, directions, context)
 
 
@@ -120,7 +122,7 @@ def _finite(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return norms.isfinite()
 
 
-def move(
+def update_entries(
     rule: UpdateRule,
     state_of: StateOf,
     entries: tuple[Tensor, Tensor],
@@ -132,7 +134,7 @@ def move(
 
     If the state has a mask `[n]`, the parameter changes only where the mask is True.
 
-    state_of, factors: as in `direction`.
+    state_of, factors: as in `run_update`.
     entries: (parameter, gradient), each `[n, *block]`.
     rates: learning rate and weight decay of the write.
     """
@@ -140,7 +142,7 @@ def move(
     gradient = entries[1].to(dtype)
     if rates.decay.in_gradient:
         gradient = decayed_gradient(gradient, parameter.to(dtype), rates)
-    directions = direction(rule, state_of, gradient, context, factors)
+    directions = run_update(rule, state_of, gradient, context, factors)
     if not context.traced:
         require_finite(directions, gradient, state_of("update").path, context)
     mask = state_of("update").mask
@@ -204,19 +206,21 @@ class StackStep:
     def prime(self) -> None:
         """Initialize statistics from the first gradient of the blocks. No parameter changes."""
         assert self.context.priming
-        gradient = self.gradient
-        run_chain(self.blocks.stack_state.rule.update, self.state("update"), gradient, gradient, self.context)
+        self._run_update()  # the chains do not map directions in this step
 
-    def direction(self) -> Tensor:
+    def by_stages(self) -> Tensor:
         """Return the directions `[n, *block]` of all active blocks, computed by the stages."""
+        directions = self._run_update()
+        require_finite(directions, self.gradient, self.blocks.stack_state.chain_path("update"), self.context)
+        return directions
+
+    def _run_update(self) -> Tensor:
         stack_state, rows = self.blocks.stack_state, self.blocks.rows
         factors = stack_state.width_factors
         if factors is not None and rows is not None:
             factors = factors[rows]
         decay = None if self.decaying is None else self._add_decay
-        directions = direction(stack_state.rule, self.state, self.gradient, self.context, factors, decay)
-        require_finite(directions, self.gradient, stack_state.chain_path("update"), self.context)
-        return directions
+        return run_update(stack_state.rule, self.state, self.gradient, self.context, factors, decay)
 
     def rehearse(self) -> None:
         """Run the stages on a copy of the state and drop the result, so that a measured step can observe the stages.
@@ -230,7 +234,7 @@ class StackStep:
             state.tensors = copies
             return state
 
-        directions = direction(self.blocks.stack_state.rule, state_of, self.gradient, self.context)
+        directions = run_update(self.blocks.stack_state.rule, state_of, self.gradient, self.context)
         require_finite(directions, self.gradient, self.state("update").path, self.context)
 
     def _add_decay(self, directions: Tensor) -> Tensor:

@@ -481,7 +481,7 @@ class ParamSet:
     def _decaying(self, blocks: ActiveBlocks, context: StepContext, exchange: LocalStep) -> Tensor | None:
         """Return the tensors whose weight decay is added to directions. Return None if no decay is added to them."""
         path = blocks.stack_state.path
-        if not (self._adds_decay[path] and (self.rules[path].after_decay or exchange.inputs.rates.decays(path))):
+        if not (self._adds_decay[path] and exchange.inputs.rates.decays(path)):
             return None
         if self._gathers_decaying[path]:
             return exchange.decaying(blocks)

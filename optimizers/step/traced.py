@@ -34,7 +34,7 @@ from eigengraft.step_context import TYPICAL_STEP, Question, StepContext
 
 from ..recipe.recipe import UpdateRule
 from ..write.write import StepRates, WeightDecay, WriteNumbers
-from .stack_step import direction, move, plus_decay, times_step_sizes
+from .stack_step import plus_decay, run_update, times_step_sizes, update_entries
 
 NumberOfStep = Callable[[Tensor], Tensor]
 """Function from the step of a block, a float64 tensor, to a number that a stage needs, such as a bias correction."""
@@ -265,11 +265,11 @@ class ProgramSource:
         with _scheduled(self, given) as update:
             if self.stored is None:
                 added = None if self.decay is None else partial(self._add_decay, given, state)
-                return (direction(update, state.scope, given["gradient"], context, given.get("factor"), added),)
+                return (run_update(update, state.scope, given["gradient"], context, given.get("factor"), added),)
             assert self.decay is not None
             lr, shrink, alpha, rate, factor = (given[name] for name in WriteNumbers._fields)
             rates = StepRates(lr, alpha, self.decay, rate, shrink)
-            move(update, state.scope, (given["parameter"], given["gradient"]), context, rates, factor)
+            update_entries(update, state.scope, (given["parameter"], given["gradient"]), context, rates, factor)
             return ()
 
     def _add_decay(self, given: Mapping[str, Tensor], state: State, directions: Tensor) -> Tensor:

@@ -37,10 +37,16 @@ class Counting(Stage):
 Stage.members.pop("counting_for_test")  # the laws are about every member of the family
 
 
-def trained(update: Any, given: Tensor = GIVEN) -> Tensor:
+def trained(update: Any, given: Tensor = GIVEN, after_decay: Any = (), rate: float = 0.0) -> Tensor:
     """The parameter after each step."""
     parameter, steps = nn.Parameter(torch.zeros(4, 3, dtype=torch.float64)), []
-    optimizer = Optimizer([parameter], {"update": update, "routes": []}, lr=0.1, checked=True)
+    optimizer = Optimizer(
+        [parameter],
+        {"update": update, "after_decay": after_decay, "routes": []},
+        lr=0.1,
+        weight_decay=rate,
+        checked=True,
+    )
     for gradient in given:
         parameter.grad = gradient.clone()
         optimizer.step()
@@ -179,6 +185,18 @@ def test_priming_goes_through_stages_that_hold_a_lagged_one(lagged: Any) -> None
     assert torch.equal(
         trained([{"kind": "graft", "direction": lagged, "magnitude": "identity"}])[0], torch.zeros_like(GIVEN[0])
     )
+
+
+@pytest.mark.parametrize("lagged", [SOAP, {"kind": "lagged_rms"}], ids=["soap_fitted", "lagged_rms"])
+def test_priming_goes_through_the_chain_after_decay(lagged: Any) -> None:
+    assert torch.equal(trained(["identity"], after_decay=[lagged]), trained([lagged]))
+
+
+def test_the_chain_after_decay_has_two_wires_at_every_rate() -> None:
+    """A rate of 1e-200 changes no number, and adds a term to the direction."""
+    without, with_decay = (trained(["identity"], after_decay=[CLIP, RMS], rate=rate) for rate in (0.0, 1e-200))
+    assert torch.equal(without, with_decay)
+    assert not torch.equal(without, trained([CLIP, RMS]))
 
 
 def test_priming_leaves_the_state_of_stages_that_do_not_lag() -> None:

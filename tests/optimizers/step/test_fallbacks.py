@@ -48,7 +48,7 @@ def test_the_reason_is_given_if_adams_chain_is_not_fused() -> None:
             {"storage": {"second_moment": {"kind": "int8", "min_elements": 1}}},
             "its state is coded, or more than two moments",
         ),
-        ({"averaging": "ema"}, "an averaging or a constraint is in the recipe"),
+        ({"averaging": "ema"}, "an averaging is in the recipe"),
         ({"blocking": {"size": 2}}, "its blocks are parts of parameters"),
         ({"set": {"update.rms.eps": ramp}}, "numbers of its stages are scheduled"),
     ):
@@ -62,7 +62,7 @@ def test_the_reason_is_given_if_adams_chain_is_not_fused() -> None:
     ("changes", "why"),
     [
         ({}, ()),
-        ({"averaging": "ema"}, ("not in chunks: an averaging or a constraint is in the recipe",)),
+        ({"averaging": "ema"}, ("not in chunks: an averaging is in the recipe",)),
         ({"constraints": "rounding"}, ("not in chunks: it has constraints",)),
         ({"storage": {"first_moment": "int8"}}, ("not in chunks: its state is coded",)),
         ({"blocking": {"size": 256}}, ("not in chunks: its blocks are parts of parameters",)),

@@ -48,13 +48,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         program, own = how.program, step.blocks.stack_state
         assert program is not None
         if (inputs := execution._block_inputs(program, step, numbers)) is None:
-            return step.direction()
+            return step.by_stages()
         before = {name: x.clone() for name, x in own.tensors.items()}
         (found,) = program.compiled(inputs)
         after = {name: x.clone() for name, x in own.tensors.items()}
         for name, x in before.items():
             own.tensors[name].copy_(x)
-        wanted = step.direction()
+        wanted = step.by_stages()
         # the same operations in float64, some of them in another order: a few hundred roundings of the largest entry
         found, near = (x.nan_to_num() for x in (found, wanted))  # directions of nan are not written
         torch.testing.assert_close(found, near, rtol=1e-9, atol=1e-12 * float(near.abs().max()))
