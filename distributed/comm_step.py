@@ -36,7 +36,7 @@ class CommStep:
 
     sources: functions that read the entries to send to owners, by name of the message. One of them reads gradients, for
         example. {} if all parameters are replicated, because every rank then holds the full tensors.
-    receive: function that is called with the updates of a round when these have arrived. It must not keep the tensors.
+    on_updates: function that is called with the updates of a round when these have arrived. It must not keep tensors.
     begun: messages to owners that are already under way, by (name of the message, index of the round).
     """
 
@@ -44,10 +44,10 @@ class CommStep:
         self,
         comm_plan: CommPlan,
         sources: Mapping[str, Source],
-        receive: Callable[[Arrived], None],
+        on_updates: Callable[[Arrived], None],
         begun: Mapping[tuple[str, int], Work[Tensor]] = MappingProxyType({}),
     ) -> None:
-        self.comm_plan, self._handle = comm_plan, receive
+        self.comm_plan, self._on_updates = comm_plan, on_updates
         self.sources: Mapping[str, Source] = {} if comm_plan.replicated else sources
         self._arriving = dict(begun)
         self._arrived: dict[tuple[str, int], Tensor] = {}
@@ -118,16 +118,16 @@ class CommStep:
             if len(self._returning) == allowed:
                 if not wait and not self._returning[0][1].done():
                     break
-                self._receive()
+                self._finish_oldest()
             self._return(index)
         while self._returning and self._returning[0][1].done():
-            self._receive()
+            self._finish_oldest()
 
     def close(self) -> None:
         """Send the messages that are left, and wait until all messages have been sent and received."""
         self.advance(len(self.comm_plan.block_groups), wait=True)
         while self._returning:
-            self._receive()
+            self._finish_oldest()
 
     def _return(self, index: int) -> None:
         """Start to return the updates of a round from the owners of blocks (U_k). Then start to send the gradients of
@@ -154,8 +154,8 @@ class CommStep:
             return plan.rank_group.all_gather_uneven(out, own.held.lengths, label)
         return plan.rank_group.all_to_all(out, own.owned.lengths, own.held.lengths, label)
 
-    def _receive(self) -> None:
-        """Wait for the oldest message of updates under way. Pass its updates to `receive`, an argument of the class."""
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest message of updates under way. Pass its updates to `on_updates`."""
         index, work = self._returning.popleft()
         held = self.comm_plan.rounds[index].held
-        self._handle(list(zip(held.transfers, held.split(work.wait()), strict=True)))
+        self._on_updates(list(zip(held.transfers, held.split(work.wait()), strict=True)))

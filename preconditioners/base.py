@@ -153,8 +153,8 @@ class Stage(Schedulable, ABC, family="stage"):
     changes when an eigenbasis around the stage changes its basis: "vector" rotates as a gradient does (momentum),
     "square" changes as squares do (rms), and so do "row" and "column", of slots without the block's last or last but
     one axis, and "none" (the default) stays. `v = state["v"]` loads the slot. v may be changed in place. Assign it back
-    after the last change: `state["v"] = v`. Every declared slot must be used. `state.block` is the shape of the block. A
-    checkpoint is refused if a field that the method `state_meaning` returns has changed, as {name: value}.
+    after the last change: `state["v"] = v`. Every declared slot must be used. `state.block` is the shape of the block.
+    A checkpoint is refused if a field that the method `state_meaning` returns, as {name: value}, has changed.
 
     Context. `context.step` `[N]` is the number of each block's update: 1 at the first, 0 while priming.
     `context.holds(lambda steps: steps > 9)` tests a condition on these numbers on the host. The result is True if all

@@ -244,7 +244,7 @@ class StackState:
         return self.rule.spans()
 
     @cached_property
-    def entries(self) -> list[dict[str, Tensor]]:
+    def slots_of_blocks(self) -> list[dict[str, Tensor]]:
         """State of each block for compiled kernels, in the order of the rows of the stack.
 
         An item of the list is the state of one block: {name of a state tensor: the block's part of this tensor}. The
@@ -261,7 +261,7 @@ class StackState:
         """
         self.tensors.update(tensors)
         # two caches of views of the replaced tensors
-        self.__dict__.pop("entries", None)
+        self.__dict__.pop("slots_of_blocks", None)
         self._parameter_rows.clear()
 
     def parameter_rows(self, name: str) -> list[Tensor]:

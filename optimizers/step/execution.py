@@ -158,24 +158,24 @@ class Chunks(Execution):
 class Entries(Capturable):
     """Runs the steps of an entry-wise update by compiled programs that also write the parameters.
 
-    entries: the program for each dtype of parameters.
+    program_of_dtype: the program for each dtype of parameters.
     """
 
-    entries: Mapping[torch.dtype, Program] = field(kw_only=True)
+    program_of_dtype: Mapping[torch.dtype, Program] = field(kw_only=True)
     compiled = True
 
     @property
     def programs(self) -> Sequence[Program]:
-        return () if self.program is None else (self.program, *self.entries.values())
+        return () if self.program is None else (self.program, *self.program_of_dtype.values())
 
     def try_in_place(self, blocks: ActiveBlocks, calls: FusedCalls) -> bool:
-        inputs, programs = calls.inputs, self.entries.values()
+        inputs, programs = calls.inputs, self.program_of_dtype.values()
         counts = inputs.counts[blocks.stack.param_ids]
         if inputs.mask is not None and not all(program.source.masked for program in programs):
             return False
         if not _in_memory(blocks, inputs) or not all(program.suits(counts) for program in programs):
             return False
-        _run_entries(blocks, inputs, self.entries)
+        _run_entries(blocks, inputs, self.program_of_dtype)
         return True
 
 
@@ -250,7 +250,9 @@ def _choose_program(stack_state: StackState, recipe: Recipe, stored: Iterable[to
             return Execution(why_not={"compiled": reason})
         _require_traceable(stack_state)
         if apart is None:
-            return Entries(entries={dtype: program_of(_entry_source(stack_state, recipe, dtype)) for dtype in stored})
+            return Entries(
+                program_of_dtype={dtype: program_of(_entry_source(stack_state, recipe, dtype)) for dtype in stored}
+            )
         return Compiled(program=program_of(_block_source(stack_state, recipe)))
     if apart is None and math.prod(stack.block) % VECTOR and len(stack.grids) > 1:
         apart = f"the size of its blocks is no multiple of {VECTOR}, and it has several"
@@ -487,7 +489,11 @@ def _run_entries(blocks: ActiveBlocks, inputs: StepInputs, programs: Mapping[tor
         for row, parameter, gradient, at, write, usable in zip(
             blocks.row_numbers, parameters, gradients, steps, writes, masks, strict=True
         ):
-            given = {"parameter": parameter.view(shape), "gradient": gradient.view(shape), **stack_state.entries[row]}
+            given = {
+                "parameter": parameter.view(shape),
+                "gradient": gradient.view(shape),
+                **stack_state.slots_of_blocks[row],
+            }
             given |= numbers(parameter.dtype, write, at)
             if usable is not None:
                 given["mask"] = usable

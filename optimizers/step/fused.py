@@ -162,7 +162,7 @@ class _Copies:
             torch.where(self.kept, x, before, out=x)
 
 
-_Entries = tuple[Tensor, Tensor, Tensor, Tensor]
+_AdamTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """Tuple of four tensors of one shape: a parameter, its gradient, and its moments m and v."""
 
 
@@ -188,8 +188,8 @@ class _Call:
     device: torch.device
     step: Tensor
     found_inf: Tensor | None
-    entries: list[_Entries] = field(default_factory=list)
-    copied: list[_Entries] = field(default_factory=list)
+    entries: list[_AdamTensors] = field(default_factory=list)
+    copied: list[_AdamTensors] = field(default_factory=list)
     back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     nbytes: int = 0
 
@@ -206,9 +206,9 @@ class _Call:
             pieces = list(zip(*(torch.split(x.view(-1), CHUNK_ENTRIES) for x in pieces[0]), strict=True))
         for piece in pieces:
             self.copied.append(piece)
-            self._count(piece[2])
+            self._add_bytes(piece[2])
 
-    def add_stack(self, parameters: Sequence[Tensor], joined: _Entries) -> None:
+    def add_stack(self, parameters: Sequence[Tensor], joined: _AdamTensors) -> None:
         """Add all parameters of a stack of small blocks to the call, in joined copies `[N, *block]`.
 
         joined: copies of all parameters and of all gradients of the stack, and its moments m and v, `[N, *block]` each.
@@ -217,9 +217,9 @@ class _Call:
         pairs = zip(parameters, rows, strict=True)
         self.back += [(x, row if x.shape == shape else row.view(x.shape)) for x, row in pairs]
         self.entries.append(joined)
-        self._count(joined[2])
+        self._add_bytes(joined[2])
 
-    def _count(self, copied: Tensor) -> None:
+    def _add_bytes(self, copied: Tensor) -> None:
         self.nbytes += 2 * copied.numel() * copied.element_size()
         if self.nbytes > _copy_limit(self.device):
             self.run()
@@ -251,9 +251,9 @@ class _Call:
         self.entries += zip(ours, given, first, second, strict=True)
         self.back += zip(parameters, ours, strict=True)
 
-    def _cut_ends(self) -> list[_Entries]:
+    def _cut_ends(self) -> list[_AdamTensors]:
         """Cut each tensor after its last multiple of `VECTOR` entries, and return the ends that were cut off."""
-        kept, ends = list[_Entries](), list[_Entries]()
+        kept, ends = list[_AdamTensors](), list[_AdamTensors]()
         for entries in self.entries:
             size = entries[0].numel()
             if not (rest := size % VECTOR):
@@ -301,7 +301,7 @@ def _copy_limit(device: torch.device) -> int:
     return BYTES_ON_CPU if device.type == "cpu" else BYTES_ELSEWHERE
 
 
-def _padded(ends: Sequence[_Entries]) -> list[_Entries]:
+def _padded(ends: Sequence[_AdamTensors]) -> list[_AdamTensors]:
     """Join the ends of many tensors into one parameter, one gradient, one m and one v, each padded with zeros.
 
     Return the four joined tensors as the only item of a list, or [] if there are no ends. The number of entries of each
@@ -406,14 +406,14 @@ class FusedCalls:
                 numbers = _Numbers(rate, decay, in_gradient, after, step, *adam.constants)
                 if numbers not in self._calls:
                     shrink = rates.shrink if after and decay else None
-                    count = self._count(blocks.stack_state, step)
+                    count = self._step_tensor(blocks.stack_state, step)
                     scaled, found_inf = lr if factor == 1 else lr * factor, self.inputs.found_inf
                     self._calls[numbers] = _Call(numbers, scaled, shrink, blocks.stack.device, count, found_inf)
                 call = self._calls[numbers]
             self._call_of[key] = call
         return self._call_of[key]
 
-    def _count(self, stack_state: StackState, step: int) -> Tensor:
+    def _step_tensor(self, stack_state: StackState, step: int) -> Tensor:
         """Return the step count of the blocks of a stack as a 0-d float32 tensor on their device."""
         numbers = self.inputs.numbers
         if numbers is not None:

@@ -139,6 +139,7 @@ class LocalSurvey:
         tensor, because one check of this tensor is faster than a check of each gradient. The step then uses the tensor.
     large: positions (indices in the parameter set) of the parameters that are in no small stack.
     gathered: the tensors `[N, *block]` that `usable` has made, by index of the small stack (`StackState.number`).
+        `gather_gradients` removes the tensor that it returns.
     """
 
     given: GivenGradients
@@ -164,7 +165,7 @@ class LocalSurvey:
         """Return `[n]` booleans on the device, one for each parameter at `positions` that has a gradient.
 
         A boolean is True if the gradient can be used: it is finite, and its squares are finite too if the update
-        squares it. Return None if all gradients can be used.
+        squares it. Return None if all gradients can be used. Gradients of small stacks are stored in `gathered`.
 
         finite: False if the recipe allows inf and nan. The gradients are then not checked, and the result is None.
         """

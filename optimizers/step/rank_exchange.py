@@ -162,14 +162,14 @@ class RankStep(LocalStep):
         self.exchange, self._waiting = exchange, dict[int, tuple[Tensor, Tensor]]()
         if exchange.needs_rms:  # computed before a stage reads it, because all ranks must take part in the sum
             self._rms = self._root_mean_squares()
-        sources: dict[str, Source] = {_GRADIENTS: self._entries}
+        sources: dict[str, Source] = {_GRADIENTS: self._gradient_entries}
         if exchange.sends_decaying:
             sources[_DECAYING] = reading(self.decaying_tensors)
         known = known_signals() if inputs.signals else {}
         for name in sorted(known.keys() & inputs.signals.keys()):  # sorted, because all ranks send in the same order
             if known[name].extent == "entry":
                 sources[_signal(name)] = reading(inputs.signals[name])
-        self.comm_step = CommStep(exchange.comm_plan, sources, self._receive, begun)
+        self.comm_step = CommStep(exchange.comm_plan, sources, self._write_arrived, begun)
 
     def _root_mean_squares(self) -> dict[int, Tensor]:
         if self.exchange.comm_plan.replicated:
@@ -177,7 +177,7 @@ class RankStep(LocalStep):
         norms = self.exchange.rank_checks.parameter_norms(self.iterates.own_entries)
         return self._rms_from_norms(range(len(norms)), norms)
 
-    def _entries(self, position: int, view: EntryView) -> Tensor | None:
+    def _gradient_entries(self, position: int, view: EntryView) -> Tensor | None:
         """Return selected entries of a parameter's gradient, as they are sent to the ranks that own its blocks.
 
         Weight decay that the recipe adds to gradients is included. Returns None if the parameter has no gradient.
@@ -194,18 +194,18 @@ class RankStep(LocalStep):
         return decayed_gradient(view(gradient).to(dtype), view(parameter).to(dtype), own_rates)
 
     def gradients(self, blocks: ActiveBlocks) -> Tensor:
-        received = self._received(blocks, _GRADIENTS)
+        received = self._blocks_sent(blocks, _GRADIENTS)
         return super().gradients(blocks) if received is None else received
 
     def decaying(self, blocks: ActiveBlocks) -> Tensor:
-        received = self._received(blocks, _DECAYING)
+        received = self._blocks_sent(blocks, _DECAYING)
         return super().decaying(blocks) if received is None else received
 
     def signal(self, blocks: ActiveBlocks, name: str) -> Tensor:
-        received = self._received(blocks, _signal(name))
+        received = self._blocks_sent(blocks, _signal(name))
         return super().signal(blocks, name) if received is None else received
 
-    def _received(self, blocks: ActiveBlocks, source: str) -> Tensor | None:
+    def _blocks_sent(self, blocks: ActiveBlocks, source: str) -> Tensor | None:
         """Return active blocks of tensors that ranks send, `[n, *block]`. None: they are not sent, and are read here.
 
         source: name of the tensors in `CommStep.sources`.
@@ -245,7 +245,7 @@ class RankStep(LocalStep):
         usable = inputs.mask[blocks.param_index]
         return torch.where(usable.view(-1, *(1 for _ in blocks.stack.block)), after, before)
 
-    def _receive(self, arrived: Arrived) -> None:
+    def _write_arrived(self, arrived: Arrived) -> None:
         """Apply updates from other ranks to the parameters, or copy updated blocks of parameters from them.
 
         If the recipe has constraints or an averaging, the updates of whole parameters are assembled first.

@@ -52,6 +52,8 @@ class ParamSet:
         `StepInputs` and `IterateStore` have the same list. Its items are replaced before every step, because a
         framework may have replaced the memory of a parameter.
     rank_group: ranks that share the parameters. None: this process updates the parameters alone.
+    names: names of the parameters.
+    rules: the update rules of the recipe, by path.
     step_counts: `[P]` on the host, number of gradients of each parameter so far. `state["step"]` of a parameter is a
         view of one entry.
     stack_states: stacks of blocks with their state. The attribute `number` of a stack is its index in this list.
@@ -60,6 +62,8 @@ class ParamSet:
     executions: for each stack, the way in which its steps run.
     graphs: captured steps of stacks. None: the recipe captures no steps.
     iterates: state of the averaging and of constraints.
+    finite_check: decides which gradients a step uses.
+    exchange: copies gradients into stacks and directions to parameters. On several ranks it sends them in messages.
     offloaded: state of stacks that is in host memory between steps. None: all state is on the device.
     """
 
