@@ -1,17 +1,38 @@
 """Entry-wise updates in chunks: the numbers of the same steps on stacks, bit for bit."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from eigengraft import Optimizer
+from eigengraft import Optimizer, Slot, Stage, State, StepContext
 from eigengraft.optimizers.step import execution, stack_step
 from eigengraft.optimizers.step.execution import Execution
+from eigengraft.preconditioners import Traits
 
 from ...trajectories import normal
+
+
+class RootMean(Stage):
+    """d / (|m| + 1)^(1/2), with the mean m of all gradients: an entry-wise stage that is no part of the library."""
+
+    kind: Literal["root_mean_for_test"] = "root_mean_for_test"
+
+    def slots(self, block: tuple[int, ...]) -> dict[str, Slot]:
+        return {"m": Slot(block)}
+
+    def traits(self, block: tuple[int, ...]) -> Traits:
+        return Traits(entrywise=True)
+
+    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        m = state["m"]
+        state["m"] = m = m + context.per_block(lambda step: 1 / step, m) * (gradient - m)
+        return direction / (m.abs() + 1).sqrt()
+
+
+Stage.members.pop("root_mean_for_test")  # the laws are about every member of the family
 
 ADAM = {"base": "adamw", "set": {"update.momentum.nesterov": True}}
 """Two moments that no fused kernel computes."""
@@ -21,6 +42,7 @@ RECIPES: dict[str, Any] = {
     "l2": {"base": "sgd", "weight_decay": {"kind": "l2", "rate": 0.1}},
     "cautious": {"base": "lion", "weight_decay": {"kind": "cautious", "rate": 0.1}},
     "scaled by width": {**ADAM, "width_scaling": {}},
+    "a stage of one's own": {"update": [RootMean()], "routes": []},
 }
 
 
