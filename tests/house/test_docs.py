@@ -202,6 +202,10 @@ def recipe_pages() -> dict[str, str]:
     return pages
 
 
+def test_the_page_of_the_contract_is_the_docstring() -> None:
+    assert text("docs/guide/contract.md") == hook("contract").page(), "run docs/hooks/contract.py"
+
+
 @pytest.mark.slow
 def test_recipes_by_goal_follow_from_the_laptop_track(recipe_pages: dict[str, str]) -> None:
     measured = hook("measured")
