@@ -486,6 +486,9 @@ then calls fewer kernels. For larger tensors the copies take longer than the cal
 JOINED_IN_KERNEL = 1 << 14
 """Number of entries below which blocks are copied into one tensor on a CPU, if one call of a fused or compiled kernel
 then updates all of them. One more tensor or call of such a kernel costs about as much as a copy of 2^14 entries."""
+DOT = 1 << 16
+"""Number of entries from which a sum of squares is computed by a dot product of BLAS on a CPU, which uses all threads.
+Norms by `torch._foreach_norm` use one thread, but few calls."""
 CHUNK_ENTRIES = 1 << 18
 """Number of entries of a parameter that a CPU updates or copies at a time. 2^18 was fastest: smaller chunks need more
 calls, and larger chunks do not fit into the cache."""
@@ -635,14 +638,22 @@ def squares_are_finite(tensors: Sequence[Tensor]) -> bool:
     """Return True if the host knows, without waiting for a device, that the sum of squares of each tensor is finite.
 
     The sum must be finite in float64 for float64 tensors, in float32 for all others. The result is False, too, if all
-    sums are finite, but the sum of the norms exceeds half of the square root of the largest number of the dtype. Fake
-    tensors on a CPU count as finite.
+    sums are finite, but large: one exceeds a quarter of the largest number of the dtype, or the sum of the norms of
+    several tensors exceeds half of its square root. Fake tensors on a CPU count as finite.
     """
     if tensors and tensors[0].is_cpu and not has_values(tensors[0]):
         return True
     if is_compiling() or not all(map(attrgetter("is_cpu"), tensors)):
         return False
-    for _, norms in norms_by_dtype(tensors):
+    rest = []
+    for x in tensors:
+        if x.numel() < DOT or x.dtype not in (torch.float32, torch.float64) or not x.is_contiguous():
+            rest.append(x)
+            continue
+        entries = x.detach().view(-1)
+        if not float(torch.dot(entries, entries)) < torch.finfo(x.dtype).max / 4:  # 1/4, to allow for rounding
+            return False
+    for _, norms in norms_by_dtype(rest):
         bound = torch.finfo(norms.dtype).max ** 0.5 / 2  # half of the exact bound, to allow for rounding
         if not sum(norms.tolist()) < bound:  # the sum is nan or inf if a norm is
             return False

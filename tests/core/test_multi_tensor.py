@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eigengraft.numerics import (
+    DOT,
     differs_from_rounded,
     equal_stacks,
     in_dtypes_of,
@@ -49,6 +50,24 @@ def test_a_tensor_without_finite_squares_is_found_wherever_it_is(bad: float, pla
     assert squares_are_finite(given)
     given[place].view(-1)[-1] = bad
     assert not squares_are_finite(given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.9])
+def test_a_large_tensor_without_finite_squares_is_found(bad: float, dtype: torch.dtype) -> None:
+    """Its squares are summed by a dot product. bad: in units of the largest number of the dtype."""
+    given = torch.ones(DOT, dtype=dtype)
+    assert squares_are_finite([given])
+    assert squares_are_finite([given.view(2, -1).mT])  # not contiguous
+    given[-1] = bad * torch.finfo(dtype).max
+    assert not squares_are_finite([given])
+    assert not squares_are_finite([given.view(2, -1).mT])
+
+
+def test_a_sum_of_squares_that_overflows_is_found() -> None:
+    """65,536 squares of 1e17 are 6.6e38 together, above the largest number of float32, 3.4e38."""
+    assert squares_are_finite([torch.full((DOT,), 1e16)])
+    assert not squares_are_finite([torch.full((DOT,), 1e17)])
 
 
 def test_large_numbers_of_float64_have_finite_squares() -> None:
