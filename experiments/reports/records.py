@@ -392,7 +392,7 @@ class Records:
     equal: "steps" if the configurations set the numbers of steps, "seconds" if all runs train for as many seconds as
         the baseline.
     originals: label of the report -> label of the study, for labels that the report shows under other names.
-    tuned_in: where the learning rates were tuned, if the study says so.
+    tuned_in: where learning rates were tuned, by the directory of a run, for runs whose study says so (`tuned_in`).
     selected: labels to which the report is limited, because other runs were left out. A label on an axis other than
         `compare` is written `axis=label`. (): no run was left out.
     """
@@ -407,7 +407,7 @@ class Records:
     target: Target | None = None
     equal: str = "steps"
     originals: Mapping[str, str] = field(default_factory=dict)
-    tuned_in: str = ""
+    tuned_in: Mapping[Path, str] = field(default_factory=dict)
     selected: tuple[str, ...] = ()
 
     @property
@@ -446,23 +446,24 @@ class Records:
     def untuned(self) -> str:
         """A warning that some methods were run at a single learning rate, which no search has found.
 
-        Empty if there are no such methods, if all runs have one recipe, or if the study says where its learning rates
-        were tuned.
+        Empty if there are no such methods, or if all runs have one recipe. Runs are left out whose study says where its
+        learning rates were tuned.
         """
-        searched = any(path.split(".")[-1] == "lr" for one in self.tuned for path in one.values)
-        if searched or self.tuned_in:
-            return ""
-        tried: dict[str, dict[tuple[str, ...], set[float | None]]] = {}
-        labels: dict[str, dict[str, None]] = {}
+        searched = {one.cell for one in self.tuned if any(path.split(".")[-1] == "lr" for path in one.values)}
+        recipes, tried = set[str](), dict[tuple[str, ...], set[float | None]]()
+        labels: dict[tuple[str, ...], dict[str, None]] = {}
         for run in (run for run in self.runs if run.config):
             recipe = json.dumps({key: value for key, value in run.config["recipe"].items() if key != "lr"})
-            cell = tuple(text for axis, text in run.labels.items() if axis not in (self.compare, self.rates))
-            tried.setdefault(recipe, {}).setdefault(cell, set()).add(learning_rate(run.config))
-            labels.setdefault(recipe, {}).setdefault(run.labels[self.compare])
-        single = [recipe for recipe, cells in tried.items() if any(len(rates) < 2 for rates in cells.values())]
-        if len(tried) < 2 or not single:
+            recipes.add(recipe)
+            if run.directory in self.tuned_in or cell_name(run.labels) in searched:
+                continue
+            cell = (recipe, *(text for axis, text in run.labels.items() if axis not in (self.compare, self.rates)))
+            tried.setdefault(cell, set()).add(learning_rate(run.config))
+            labels.setdefault(cell, {}).setdefault(run.labels[self.compare])
+        single = [cell for cell, rates in tried.items() if len(rates) < 2]
+        if len(recipes) < 2 or not single:
             return ""
-        names = name_some(list(dict.fromkeys(label for recipe in single for label in labels[recipe])), 8)
+        names = name_some(list(dict.fromkeys(label for cell in single for label in labels[cell])), 8)
         return (
             f"The learning rate was not tuned for {names}: there are runs at one rate only, and others may change the "
             "comparison; a study tries other rates with `tune` or an axis `lr`, and `tuned_in` says where it was done"
@@ -683,7 +684,13 @@ def _of_study(manifest: Mapping[str, Any], directory: Path) -> Records:
         raise ValueError(f"{directory}: none of the study's runs has started ({len(runs)} planned); {remedy}")
     target = None if study["target"] is None else Target(**study["target"])
     declared = (study["name"], study["description"], metric, manifest["compare"], manifest["baseline"])
-    return Records(*declared, runs, tuned, target, study["equal"], tuned_in=study["tuned_in"])
+    return Records(*declared, runs, tuned, target, study["equal"], tuned_in=_tuned_in(manifest, directory))
+
+
+def _tuned_in(manifest: Mapping[str, Any], directory: Path) -> dict[Path, str]:
+    """Return where the study in `directory` says that its learning rates were tuned, by the directory of each run."""
+    where = manifest["study"]["tuned_in"]
+    return {directory / run["directory"]: where for run in manifest["runs"]} if where else {}
 
 
 def _tuned(cell: str, found: Mapping[str, Any]) -> TunedCell:
@@ -702,7 +709,8 @@ def _joint(directory: Path) -> Records:
     """Return the runs of all studies below a directory, and the runs outside of studies. Runs of searches are left out.
 
     A label of each run says its task, data and length, if these differ between runs. A report therefore compares only
-    runs in which they are equal. The result has no baseline, because no study declares one for all runs together.
+    runs in which they are equal. The result has no baseline, because no study declares one for all runs together. It
+    has the results of the studies' searches, and the target if all runs belong to studies with one target.
     """
     manifests = {path.parent: read_object(path) for path in sorted(files_named(f"{MANIFEST}.json", directory))}
     studies = {home: manifest for home, manifest in manifests.items() if "runs" in manifest}
@@ -725,7 +733,24 @@ def _joint(directory: Path) -> Records:
     metric = metrics.pop() if len(metrics) == 1 else METRICS["val_loss"]
     if not any(row.get("val_loss") is not None for run in runs for row in run.rows):
         metric = TRAINING_LOSS  # other training loops may record no validation
-    return Records(directory.name, "", metric, "run", "", _kept_apart(runs, directory))
+    cells, tuned = {run.directory: cell_name(run.labels) for run in runs}, list[TunedCell]()
+    for home, manifest in studies.items():
+        own = {cell_name(run["labels"]): cells.get(home / run["directory"]) for run in manifest["runs"]}
+        tuned += (replace(one, cell=cell) for one in read_tuned(home) if (cell := own.get(one.cell)))
+    targets = [study["target"] for study in declared]
+    alone = any(studies.keys().isdisjoint(run.directory.parents) for run in runs)
+    one_target = bool(targets) and not alone and targets[0] is not None and all(x == targets[0] for x in targets)
+    return Records(
+        directory.name,
+        "",
+        metric,
+        "run",
+        "",
+        _kept_apart(runs, directory),
+        tuple(tuned),
+        Target(**targets[0]) if one_target else None,
+        tuned_in={run: where for home, own in studies.items() for run, where in _tuned_in(own, home).items()},
+    )
 
 
 def _conditions(runs: Sequence[Run]) -> list[str]:

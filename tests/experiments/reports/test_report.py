@@ -159,7 +159,10 @@ SEARCHED = {"values": {"lr": 0.01}, "edges": {}, "tried": TRIED, "rule": "Descen
 def test_a_learning_rate_that_was_not_tuned_is_a_notice(done, tmp_path, no_pictures):
     runs = [("adamw", 0, {"recipe": ADAM, "values": [4.0, 3.0]})]
     runs.append(("soap", 0, {"recipe": ADAM if done == "one recipe" else SOAP, "values": [4.0, 3.0]}))
-    fields = {"elsewhere": {"tuned_in": "grid.yaml"}, "searched": {"tuned": {"method=adamw": SEARCHED}}}
+    fields = {
+        "elsewhere": {"tuned_in": "grid.yaml"},
+        "searched": {"tuned": {f"method={name}": SEARCHED for name in ("adamw", "soap")}},
+    }
     write_study(tmp_path, runs, **fields.get(done, {}))
     manifest = json.loads((tmp_path / "study.json").read_text())
     for run in manifest["runs"] if done in ("an axis", "one rate of one") else []:
@@ -620,6 +623,29 @@ def test_two_directories_compare_what_can_be_compared(tmp_path, no_pictures):
     assert all(row.difference is None for panel in others for row in panel.rows)
     with refused(ValueError, "`baseline=`", "soap"):
         read_records(tmp_path, "soap")
+
+
+def test_searches_and_the_target_of_studies_are_in_the_report_of_several(tmp_path, no_pictures):
+    """Study a searched its rates, b says where they were tuned, and c has one untuned rate for each method."""
+    best = {"values": {"lr": 0.01}, "mean": 1.0, "stopped": None}
+    searched = {"values": {"lr": 0.01}, "edges": {"lr": "largest"}, "tried": [best], "rule": "Descent."}
+    target = {"value": 1.5, "sigma": 0.1}
+    tuned = {"a": {"tuned": {"method=adamw": searched, "method=soap": searched}}, "b": {"tuned_in": "grid.yaml"}}
+    for name in ("a", "b", "c"):
+        runs = [
+            (name, 0, {"recipe": recipe, "values": [2.0, 1.0]}) for name, recipe in (("adamw", ADAM), ("soap", SOAP))
+        ]
+        write_study(tmp_path / name, runs, target=target, **tuned.get(name, {}))
+    records = read_records(tmp_path)
+    assert lacking(records.untuned, "c/method=adamw", "c/method=soap") == []
+    assert not re.search(r"\b[ab]/method", records.untuned)
+    assert {one.cell for one in records.tuned} == {"run=a/method=adamw", "run=a/method=soap"}
+    assert [records.rate_edge({"run": f"{name}/method=soap"}) for name in "abc"] == ["largest", "", ""]
+    assert records.target is not None and records.target.value == 1.5
+    assert "grid.yaml" in Report(tmp_path).write().read_text(encoding="utf-8")
+    with (tmp_path / "runs.csv").open(encoding="utf-8", newline="") as stream:
+        rates = {row["axis.run"]: row["tuned.lr"] for row in csv.DictReader(stream)}
+    assert [rates[f"{name}/method=adamw"] for name in "abc"] == ["0.01", "", ""]
 
 
 def record(run, **entries):
