@@ -420,11 +420,12 @@ def _numbers(panels: Sequence[ComparisonPanel]) -> dict[str, float]:
 
 
 def _by_conditions(records: Records) -> list[tuple[tuple[str, ...], list[ComparisonPanel]]]:
-    """Group the panels so that a group has one panel for each method, such as "adamw" and "soap".
+    """Return groups of panels that compare the same numbers, such as learning rates. Each panel of a group has another
+    method, such as "adamw" or "soap".
 
-    A method is a label on the axis of methods (`_methods`). The panels of a group have equal labels on all axes other
-    than this one and the compared axis. Return a tuple (headings of these labels, panels) for each group with at least
-    two panels. Return [] if fewer than two labels are compared, or if one of them is not a number.
+    A method is a label on the axis of methods (`_methods`). On all other axes but the compared one, the panels of a
+    group have equal labels. An item of the result is (headings of these labels, panels of the group). Groups with one
+    panel are left out. The result is [] if fewer than two labels are compared, or if one of them is not a number.
     """
     panels = compare(records)
     groups = group_by((panel for panel in panels if panel.labels), lambda panel: panel.headings[:-1])

@@ -392,7 +392,8 @@ class Records:
     equal: "steps" if the configurations set the numbers of steps, "seconds" if all runs train for as many seconds as
         the baseline.
     originals: label of the report -> label of the study, for labels that the report shows under other names.
-    tuned_in: where learning rates were tuned, by the directory of a run, for runs whose study says so (`tuned_in`).
+    tuned_in: directory of a run -> file in which the learning rates of its study were tuned. It has only runs of
+        studies with a field `tuned_in`.
     selected: labels to which the report is limited, because other runs were left out. A label on an axis other than
         `compare` is written `axis=label`. (): no run was left out.
     """

@@ -105,7 +105,9 @@ class FourierMethod:
 
     @property
     def waves(self) -> Grid:
-        """Wave numbers of the modes, from 0 up."""
+        """Wave numbers 2 pi k / L of the modes k = 0, 1, ..., points / 2, for a range of length L. Shape
+        `[points / 2 + 1]`.
+        """
         length = self.x_range[1] - self.x_range[0]
         return np.arange(self.points // 2 + 1, dtype=np.float64) * (2 * math.pi / length)
 

@@ -53,11 +53,11 @@ class _Sum:
 
 @dataclass
 class _Running:
-    """The values that one backward, while it runs, has collected for the sum of one parameter.
+    """Contributions of a backward that still runs to a signal of one parameter, such as the sum of squared inputs.
 
     stamp: `_stamp` of the parameter's gradient before the backward. If it differs afterwards, the backward has changed
         the gradient.
-    found: the joined values; None if there are none yet.
+    found: sum of the contributions so far. None: there are none yet.
     """
 
     parameter: Tensor

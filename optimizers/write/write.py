@@ -203,7 +203,8 @@ class WriteNumbers(NamedTuple):
 
     @classmethod
     def of(cls, rates: StepRates) -> Self:
-        """Return the numbers of  W <- W - lr alpha W - lr U  for a learning rate and weight decay, with factor 1.
+        """Return lr, 1 - lr alpha, alpha and the rate of a decay in the gradient, for a learning rate and weight decay.
+        The factor of the direction is 1.
 
         Numbers that are tensors stay tensors: the host does not read their values.
         """

@@ -160,12 +160,12 @@ class _Whitening(NamedTuple):
         return left, left if pair[1] is pair[0] and self.right is self.left else self._along(pair[1], self.right, axis)
 
     def _along(self, x: Tensor, matrix: Tensor | None, axis: int) -> Tensor:
-        """Return x multiplied along the axis by `matrix` and by the numbers `half`, one for each block.
+        """Return x `[N, *block]`, multiplied along the axis by `matrix`, and each block by its number in `half`.
 
-        Blocks in which `known` is False are multiplied only by their number in `half`. If the axis has no factor, x is
-        returned.
+        Blocks in which `known` is False are multiplied only by their number in `half`. If `half` is None, the axis has
+        no factor, and x is returned.
 
-        matrix: the field `left` or `right`; None if the power is a multiple of the identity.
+        matrix: the field `left` or `right`. None: the identity.
         """
         if self.half is None:
             return x

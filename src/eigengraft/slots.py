@@ -467,7 +467,10 @@ class State:
         return self._load(name) if self.coded(name) else None
 
     def coded(self, name: str) -> bool:
-        """Return True if a codec stores the slot. Then loading decodes a copy, and writing may round the numbers."""
+        """Return True if the slot is stored in coded form, such as int8.
+
+        Reading it then decodes a copy, and writing may round.
+        """
         return StateKey.join(self.path, name) in self.storage.encoded
 
     def copied(self, name: str) -> bool:

@@ -248,7 +248,7 @@ class SideMatrix:
     """A square matrix over the inputs (columns), or over the outputs (rows), of one parameter.
 
     value: the matrix `[n, n]`, or one matrix for each index of the batch axes, `[*batch, n, n]`.
-    index: for each entry of the parameter, the number of its input (or output), as a view in the shape of the
+    index: for each entry of the parameter, the index of its input (or output), as a view in the shape of the
         parameter. Inputs are numbered through all batches: input i belongs to row i of `value.reshape(-1, n)`.
     side: inputs or outputs.
     """
@@ -276,7 +276,7 @@ class SideMatrix:
         """Return for each of k blocks the part of the matrix that belongs to the block's c inputs (or outputs),
         `[k, c, c]`.
 
-        own: `[k, c]`, the numbers of the inputs (or outputs) of each block, as in `index`.
+        own: `[k, c]`, the indices of the inputs (or outputs) of each block, as in the field `index`.
         """
         n = self.value.shape[-1]
         return self.value.reshape(-1, n)[own[:, :, None], (own % n)[:, None, :]]
