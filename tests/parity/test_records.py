@@ -202,7 +202,7 @@ def rail(step: float) -> float:
 def test_anvil_is_the_records_rule(shape: tuple[int, int]) -> None:
     """Rails F and S; Nesterov on w F + (1 - w) S with the scheduled decay; six maps of X / (1.05 ||X||); lanes along
     the axis with more of them divided by the root of their running energy, at the norm before; W <- W - lr (2.25 lr
-    [S W > 0] W + U sqrt(max(1, m / n))).
+    [S W > 0] W + U sqrt(max(1, m / n))), where the record's code has the last factor in the decay, too.
 
     1e-3: the recipe has its steps as fractions of the run, with four digits, and twelve steps for 1400, which the
     definition reads from the same fractions.
