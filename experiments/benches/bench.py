@@ -345,7 +345,7 @@ def read_bench(name: str) -> dict[str, Any]:
     It is the content of the shipped file `name`.yaml, if there is such a file. Otherwise it is the content of the file
     `name`, if `name` ends in .yaml or .yml. Otherwise it is the kind `name` without fields.
     """
-    shipped = Path(__file__).with_name(f"{name}.yaml")
+    shipped = Path(__file__).parent / f"{name}.yaml"
     file = shipped if shipped.is_file() else Path(name)
     if file.suffix not in (".yaml", ".yml"):
         return {"kind": name}

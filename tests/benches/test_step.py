@@ -1,6 +1,7 @@
 """The bench of steps: counted times, what times become, and what a row says of a missing library."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,6 +132,24 @@ def test_storage_is_measured_beside_the_same_recipe_without_it() -> None:
     rows = run_bench("storage", candidates=declared["candidates"][:2], sets=["squares:size=64"], intervals=10, warm=1)
     assert rows[0]["state"] < rows[1]["state"] and rows[1]["over_best_other"] is None
     assert rows[0]["over_best_other"] == pytest.approx(rows[0]["amortized"] / rows[1]["amortized"])
+
+
+def test_refreshes_and_delays_are_measured_without_turns() -> None:
+    """In turns, the worker thread of one candidate would run in steps of the others."""
+    declared = read_bench(str(Path(__file__).parents[2] / "papers/late_refreshes/steps.yaml"))
+    bench = load_bench(declared.pop("kind"), declared)
+    assert isinstance(bench, StepBench) and {*bench.sets} < {*SETS}
+    cadences = {}
+    for case in bench.candidates:
+        optimizer = case.build([torch.nn.Parameter(torch.zeros(8, 8))], 10)
+        refresh = optimizer.recipe.declaration()["update"][0]["refresh"]
+        cadences[case.kind_of_maths()] = (refresh["steps"], refresh["stagger"], refresh["delay"])
+    assert cadences == {
+        "no refreshes": (1000000, "none", 0),
+        "spread": (10, "cost", 0),
+        "delay 2": (10, "cost", 2),
+        "delay 10": (10, "cost", 10),
+    }
 
 
 def test_what_is_refused() -> None:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from eigengraft import Optimizer, compose, load_recipe, noise
+from eigengraft.optimizers.recipe.loading import parse_yaml
 from eigengraft.preconditioners.polar.coefficients import CoefficientName, triples
 from eigengraft.preconditioners.polar.spectral import NewtonSchulz
 
+from ..house.pages import blocks
 from ..refusals import refused
 from ..trajectories import distance, follow, normal, random_gradients, recipe
 from .test_methods import (
@@ -514,18 +516,56 @@ ON_SPHERES: dict[str, tuple[Updates, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ON_SPHERES)
-def test_steps_on_spheres_are_those_of_the_method(name: str, shape: tuple[int, int]) -> None:
-    """W <- (W - lr U ||W|| / ||U||) ||W_0|| / ||.||. 1e-9 as above."""
-    defined, overrides = ON_SPHERES[name]
-    init, gradients = [normal(*shape, seed=5)], random_gradients([shape], STEPS)
-    path, w, radius = [], init[0], init[0].norm()
-    for u in defined([g for (g,) in gradients]):
+def on_sphere(init: Tensor, updates: Sequence[Tensor]) -> Tensor:
+    """W <- (W - lr U ||W|| / ||U||) ||W_0|| / ||.||, `[steps, *shape]`."""
+    path, w, radius = [], init, init.norm()
+    for u in updates:
         w = w - LR * u * (w.norm() / u.norm())
         w = w * (radius / w.norm())
         path.append(w)
-    assert distance(follow(recipe(name, *overrides, lr=LR), init, gradients), [torch.stack(path)], init) <= 1e-9
+    return torch.stack(path)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ON_SPHERES)
+def test_steps_on_spheres_are_those_of_the_method(name: str, shape: tuple[int, int]) -> None:
+    """1e-9 as above."""
+    defined, overrides = ON_SPHERES[name]
+    init, gradients = [normal(*shape, seed=5)], random_gradients([shape], STEPS)
+    expected = on_sphere(init[0], defined([g for (g,) in gradients]))
+    assert distance(follow(recipe(name, *overrides, lr=LR), init, gradients), [expected], init) <= 1e-9
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_soap_with_schedule_free_steps_by_its_direction_without_momentum(shape: tuple[int, int]) -> None:
+    """Z <- Z - lr (U + rate Y),  X <- X + (Z - X) / t,  Y = 0.1 Z + 0.9 X,  U is RMSProp in SOAP's basis at Y.
+
+    1e-9 as above."""
+    init, gradients = normal(*shape, seed=5), random_gradients([shape], STEPS)
+    given = [g for (g,) in gradients]
+    z, x, y, path = init, init, init, []
+    for t, u in enumerate(in_basis(given, given, Gram(shape), by_qr, RMS(shape)), start=1):
+        z = z - LR * (u + 0.01 * y)
+        x = x + (z - x) / t
+        y = 0.1 * z + 0.9 * x
+        path.append(y)
+    ours = follow(recipe("soap_schedule_free", *cadence(BASIS, CARRIED), lr=LR), [init], gradients)
+    assert distance(ours, [torch.stack(path)], [init]) <= 1e-9
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_blend_of_the_guide_is_of_polar_factors_with_and_without_the_nuclear_norm(shape: tuple[int, int]) -> None:
+    """0.95 * 0.2 sqrt(max(m, n)) P + 0.05 <N, P> P,  P = NS(N), where <N, P> is the nuclear norm of N for the exact
+    polar factor. 1e-9 as above."""
+    (block,) = [x for x in blocks("docs/guide/recipes.md", "yaml") if "nuclear_norm" in x]
+    exact = [f"update.sum.paths.{name}.stages.spectral.solver.precision=input" for name in ("polar", "nuclear")]
+    init, gradients = [normal(*shape, seed=5)], random_gradients([shape], STEPS)
+    updates = []
+    for m in ahead([g for (g,) in gradients], 0.95):
+        p = newton_schulz(m)
+        updates.append(0.95 * matched(p) + 0.05 * float((m * p).sum()) * p)
+    ours = follow(recipe(parse_yaml(block), *exact, lr=LR), init, gradients)
+    assert distance(ours, [moved(init[0], updates, 0.01)], init) <= 1e-9
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from eigengraft.preconditioners import KernelStatistics, entropy_kernel, k_maxwe
 from ..refusals import refused
 from ..trajectories import distance, follow, normal, random_gradients, recipe
 from .test_methods import LR, Mean, moved, newton_schulz
-from .test_more_methods import EXACT, SHAPES, STEPS, matched, steps_of
+from .test_more_methods import EXACT, SHAPES, STEPS, matched, on_sphere, steps_of
 
 pytestmark = pytest.mark.slow
 
@@ -65,19 +65,30 @@ OLD = (0.005094, 0.010188, 0.015282, 0.020376, 0.025470, 0.030564, 0.035658, 0.8
 YOUNG = (0.032262, 0.064524, 0.096786, 0.129047, 0.161309, 0.193571, 0.225833, 0.096669)
 EIGHT = ages(*(3 * (64 / 3) ** (k / 7) for k in range(8)))
 
+# #359: six ages, mean ages 50 and 22; w_k = c k, and the last mean has the rest.
+SIX_AGES = [3 * (64 / 3) ** (k / 5) for k in range(6)]
+
+
+def weights_of_age(mean_age: float) -> list[float]:
+    c = (64 - mean_age) / sum(k * (64 - age) for k, age in enumerate(SIX_AGES, start=1))
+    return [c, 2 * c, 3 * c, 4 * c, 5 * c, 1 - 15 * c]
+
+
 KERNELS: dict[str, Updates] = {
     "bimaxwell_muon": kernel([0.85, 0.98], lambda t: [0.4385, 0.5615], 0.3077),
     "kmaxwell_muon": kernel(EIGHT, annealed(OLD, YOUNG, 0.3077), 0.3077),
+    "kmaxwell_muon_h": kernel(ages(*SIX_AGES), annealed(weights_of_age(50), weights_of_age(22), 0.24), 0.24),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_of_momentum_is_the_records(name: str, shape: tuple[int, int]) -> None:
-    """1e-5: the records publish six decimals of weights."""
+    """1e-5: the records and recipes have six digits of weights. `kmaxwell_muon_h` steps on spheres."""
     init, gradients = [normal(*shape, seed=5)], random_gradients([shape], STEPS)
-    ours = follow(recipe(name, EXACT, TOTAL, lr=LR), init, gradients)
-    assert distance(ours, [moved(init[0], KERNELS[name]([g for (g,) in gradients]), 0.01)], init) <= 1e-5
+    updates = KERNELS[name]([g for (g,) in gradients])
+    expected = on_sphere(init[0], updates) if name == "kmaxwell_muon_h" else moved(init[0], updates, 0.01)
+    assert distance(follow(recipe(name, EXACT, TOTAL, lr=LR), init, gradients), [expected], init) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -191,7 +202,7 @@ def rail(step: float) -> float:
 def test_anvil_is_the_records_rule(shape: tuple[int, int]) -> None:
     """Rails F and S; Nesterov on w F + (1 - w) S with the scheduled decay; six maps of X / (1.05 ||X||); lanes along
     the axis with more of them divided by the root of their running energy, at the norm before; W <- W - lr (2.25 lr
-    [S W > 0] W + U sqrt(max(1, m / n))).
+    [S W > 0] W + U sqrt(max(1, m / n))), where the record's code has the last factor in the decay, too.
 
     1e-3: the recipe has its steps as fractions of the run, with four digits, and twelve steps for 1400, which the
     definition reads from the same fractions.

@@ -4,6 +4,7 @@ The table: (what happens on rank 1, what rank 0 and rank 1 say).
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from eigengraft.optimizers.checkpoint.consolidation import GATHER_FIRST
 from eigengraft.optimizers.stacks.rank_checks import AVERAGE_FIRST, STEP_ALIKE
 
 from ...refusals import lacking
-from .launch import Outcome, Run, launch_once
+from .launch import Outcome, Run, launch, launch_once
 
 pytestmark = pytest.mark.slow
 
@@ -312,3 +313,24 @@ def test_a_sparse_gradient_is_refused_by_name(outcomes: dict[str, list[Outcome]]
     first, second = outcomes["sparse plain"]
     require_said(second.error, "TypeError", "up.weight", "torch.sparse_coo")
     require_said(first.error, *AGREEMENT)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_killed_run_with_delayed_refreshes_and_state_in_files_resumes(place: str, tmp_path: Path) -> None:
+    whole, files = (tmp_path / name for name in ("whole", "files"))
+    job = {"fault": "killed_after_save", "place": place, "folder": str(files)}
+    runs = [
+        Run("whole", "faults:run", 2, {**job, "folder": str(whole), "kill": False}),
+        Run("killed", "faults:run", 2, {**job, "kill": True}, TIMEOUT, fails=True),
+        Run("resumed", "faults:run", 2, {**job, "kill": False}),
+    ]
+    for folder in (whole, files):
+        folder.mkdir()
+    found = launch(runs, tmp_path / "runs")
+    assert [outcome.code for outcome in found["killed"]] == [1, -9], found["killed"][0].output
+    require_said(found["killed"][0].error, "DistributedError", "rank 0 of 2")
+    assert [path.name for path in files.iterdir()] == ["saved.pt"]
+    for resumed, expected in zip(found["resumed"], found["whole"], strict=True):
+        assert (resumed.result["resumed"], expected.result["resumed"]) == (6, 0)
+        for name, value in expected.result["parameters"].items():
+            assert torch.equal(resumed.result["parameters"][name], value), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -24,6 +25,7 @@ from eigengraft.distributed.checks import CheckedSums
 from eigengraft.distributed.comm_step import CommStep
 
 from .models import divided, lay_out, model
+from .snapshots import restore
 from .trajectories import give, values
 
 BAD = 1
@@ -101,6 +103,34 @@ def killed_in_step(place: str) -> None:
     if bad():
         CommStep.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
     advance(module, optimizer, 2)
+
+
+def killed_after_save(place: str, folder: str, kill: bool) -> Result:
+    """State is in files, and refreshes are under way when it is saved at step 6 and when one rank is killed at step 8.
+
+    Ranks go on from the saved state if there is one. kill: whether to save and kill.
+    """
+    offload = {"kind": "offload", "to": "disk", "directory": folder, "min_elements": 1}
+    stored = dict.fromkeys(("statistic", "basis", "first_moment", "second_moment"), offload)
+    late = ("steps=4", "delay=3", "min_wave_work=1")
+    overrides = [f"update.eigenbasis.refresh.{field}" for field in late]
+    module, optimizer = start(place, [*overrides, f"storage={json.dumps(stored)}"], steps=0)
+    saved, first = Path(folder) / "saved.pt", 0
+    if saved.exists():
+        restore(module, optimizer, torch.load(saved, weights_only=True))
+        first = 6
+    for step in range(first, 12):
+        if kill and step in (6, 8):
+            jobs = sum(len(own.refreshes._jobs) for own in optimizer.stack_states() if own.refreshes is not None)
+            assert jobs, f"no refresh is under way at step {step}"
+        if kill and step == 6:
+            whole = {"optimizer": optimizer.full_state_dict(), "parameters": values(module)}
+            if not bad():
+                torch.save(whole, saved)
+        if kill and step == 8 and bad():
+            os.kill(os.getpid(), signal.SIGKILL)
+        advance(module, optimizer, step)
+    return {"resumed": first, "parameters": values(module)}
 
 
 def raises_in_step(place: str) -> None:
@@ -458,6 +488,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
     for function in (
         raises_in_backward,
         killed_in_step,
+        killed_after_save,
         raises_in_step,
         nan,
         large,
