@@ -15,19 +15,25 @@ from .budgets import measure, steady, table
 
 BUDGETS = table()
 QUICK = ("adamw", "muon", "soap_fitted", "shampoo")
+EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(BUDGETS)]
 
 
 def test_every_recipe_has_a_budget() -> None:
     assert set(BUDGETS) == set(ALONE)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(BUDGETS)]
-)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_step_keeps_to_its_budget(name: str) -> None:
     found, counts = measure(name)
     exceeded = found.exceeded(BUDGETS[name])
     assert not exceeded, f"(measured, limit): {exceeded}; waits and copies of a steady step: {counts.by_line('waits')}"
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_step_with_a_mask_waits_for_nothing(name: str) -> None:
+    """Two layers have stacks of several blocks, and 12 layers no other stacks."""
+    _, found = steady({"base": name, "failure": {"detect": "device"}}, 2)
+    assert (found.waits, found.uploads) == (0, 0), found.by_line("waits", "uploads")
 
 
 @pytest.mark.parametrize("kind", sorted(WeightDecay.members))
