@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import eigengraft
 from eigengraft.optimizers import WeightDecay
+from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.write import Averaging, Constraint
+from eigengraft.testing import accelerator
+from eigengraft.testing.accelerator import SimulatedTensor
 
 from ..recipes import ALONE
-from .budgets import measure, steady, table
+from .budgets import declared, gpt2, measure, random_tensors, steady, table
+from .models import on_host
 
 BUDGETS = table()
 QUICK = ("adamw", "muon", "soap_fitted", "shampoo")
@@ -84,3 +91,45 @@ def test_roundings_of_bfloat16_are_launched_for_stacks(rule: str) -> None:
     recipe = {"base": "lion", "constraints": {"kind": "rounding", "rule": rule}}
     few, many = (steady(recipe, layers, torch.bfloat16)[1] for layers in (4, 12))
     assert many.kernels - few.kernels <= 8, many.by_line("kernels")
+
+
+STORED = (
+    "adafactor",
+    "adamw",
+    "apollo",
+    "mars",
+    "muon",
+    "prodigy",
+    "psgd_kron",
+    "schedule_free_adamw",
+    "shampoo",
+    "soap_fitted",
+)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_state_takes_the_planned_bytes_after_a_load_too(name: str) -> None:
+    """The plan also counts the steps of a parameter, in 8 bytes on the host."""
+    shapes, declaration = gpt2(1), declared(name)
+    planned = int(plan(declaration, shapes, (1,), "ddp").state[0]) - 8 * len(shapes)
+    with accelerator("cuda"):
+        held(shapes, declaration)  # which makes the tables that optimizers share
+        gc.collect()
+        assert held(shapes, declaration) == (planned, 0)
+
+
+def held(shapes: list[tuple[str, tuple[int, ...]]], declaration: Any) -> tuple[int, int]:
+    """(bytes of an optimizer after a step and a load, most bytes that the load added)."""
+    generator = torch.Generator().manual_seed(0)
+    values, gradients = (random_tensors([shape for _, shape in shapes], generator) for _ in range(2))
+    named = [(name, nn.Parameter(SimulatedTensor(x))) for (name, _), x in zip(shapes, values, strict=True)]
+    with accelerator("cuda") as state:
+        optimizer = eigengraft.Optimizer(named, declaration, lr=1e-3)
+        for (_, parameter), gradient in zip(named, gradients, strict=True):
+            parameter.grad = SimulatedTensor(gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+        saved = on_host(optimizer.state_dict())
+        with accelerator("cuda") as load:
+            optimizer.load_state_dict(saved)
+        return state.live, load.peak
