@@ -18,11 +18,13 @@ from eigengraft import ContractError, Optimizer, Slot, Stage, State, StepContext
 from eigengraft.experiments.tasks import Digits
 from eigengraft.experiments.tasks.base import Metrics
 from eigengraft.preconditioners import (
+    PSGD,
     BasisSolver,
     Cadence,
     Eigh,
     EighBasis,
     Every,
+    Momentum,
     PolarSolver,
     Root,
     RootSolver,
@@ -32,6 +34,8 @@ from eigengraft.quantization import Float32, Int8, Quantizer
 from eigengraft.slots import Encoded, Uniform
 from eigengraft.testing import LawError, check_quantizer, check_solver, check_stage, check_task
 from eigengraft.testing.laws import Case, in_parentheses, require_close
+from eigengraft.testing.stage_case import StageCase
+from eigengraft.testing.stage_laws import device_notes
 from eigengraft.testing.task_laws import TASK_LAWS
 
 from ..refusals import check_said, lacking, refused
@@ -132,6 +136,7 @@ APPLY: dict[str, Any] = {
     "numbers of numpy": lambda s, g, d, c: d / float(np.sqrt(d.cpu().numpy().size)),
     "a mask as index": lambda s, g, d, c: sound(s, g, d, c).index_put((d > 1e9,), d.new_zeros(())),
     "the largest entry": lambda s, g, d, c: d / d.abs().max().item() + 0 * s["root"] if d.any() else d,
+    "a loop over blocks": lambda s, g, d, c: torch.stack([x.neg() for x in sound(s, g, d, c)]),
     "a mean that says it is entry-wise": lambda s, g, d, c: sound(s, g, d, c) - d.flatten(1).mean(1)[:, None, None],
     "a tensor of the host": lambda s, g, d, c: sound(s, g, d, c) + torch.zeros(3, 2, dtype=d.dtype, device="cpu"),
 }
@@ -185,6 +190,7 @@ LAWS = {
     "a mask as index": (("test_testing.py", "index_put"), DEVICE_LAW),
     "the largest entry": (("test_testing.py", "_local_scalar_dense"), DEVICE_LAW),
     "a tensor of the host": (("cuda", 0), DEVICE_LAW),
+    "a loop over blocks": (("test_testing.py", "neg", 6, 3), DEVICE_LAW),
     "squares as a vector": (("/v", "vector", "-G", "square"), "slots follow their frame when signs change"),
 }
 
@@ -244,6 +250,13 @@ def test_a_sound_stage_gets_a_report_of_laws_held_and_not_asked(late: bool) -> N
 
 def test_a_method_from_a_paper_is_one_file_that_keeps_all_laws() -> None:
     assert len(check_stage(Adopt(eps=1e-30), degree=0).held) == 18
+
+
+def test_the_report_of_a_stage_has_the_device_work_of_a_step() -> None:
+    """Momentum updates m from m and g, and makes a direction of m: 2 times the bytes each, and 1 is allocated."""
+    (note,) = check_stage(Momentum()).notes
+    check_said(note, 12, 2, "(6, 5)", 4.0, 1.0, kind="note")
+    assert device_notes(StageCase(PSGD())) == ()  # a refresh in every step
 
 
 def test_check_stage_refuses_a_class() -> None:

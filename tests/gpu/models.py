@@ -12,19 +12,25 @@ import eigengraft
 
 
 class LoRA(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
-        self.lora_A, self.lora_B = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        self.lora_A, self.lora_B = nn.Linear(8, rank, bias=False), nn.Linear(rank, 8, bias=False)
 
 
 class Net(nn.Module):
-    """Embedding, linear layers of two shapes, norm, convolution, experts, a LoRA pair and a head."""
+    """Embedding, linear layers of two shapes, norm, convolution, experts, a LoRA pair and a head.
 
-    def __init__(self) -> None:
+    square: whether all matrices are square, that of the convolution included. The statistic of one gradient has then
+        full rank, so that rounding chooses no vector of a basis.
+    """
+
+    def __init__(self, square: bool = False) -> None:
         super().__init__()
-        self.emb, self.lm_head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
-        self.fc1, self.fc2, self.fc3 = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 12)
-        self.norm, self.conv, self.lora = nn.LayerNorm(8), nn.Conv2d(2, 4, 3), LoRA()
+        words, width = (8, 8) if square else (11, 12)
+        self.emb, self.lm_head = nn.Embedding(words, 8), nn.Linear(8, words, bias=False)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(8, width), nn.Linear(width, 8), nn.Linear(8, width)
+        self.norm, self.conv = nn.LayerNorm(8), nn.Conv2d(1, 4, 2) if square else nn.Conv2d(2, 4, 3)
+        self.lora = LoRA(8 if square else 2)
         self.experts = nn.Parameter(torch.randn(3, 6, 6) * 0.1)
 
 
@@ -36,15 +42,17 @@ def frequent(declaration: Any, every: int = 2) -> Any:
     return [frequent(item, every) for item in declaration] if isinstance(declaration, list) else declaration
 
 
-def gradients(steps: int) -> list[list[Tensor]]:
+def gradients(steps: int, square: bool = False) -> list[list[Tensor]]:
     """Gradients of `Net` on the host: gradients[t][i]."""
     generator = torch.Generator().manual_seed(1)
-    shapes = [parameter.shape for parameter in Net().parameters()]
+    shapes = [parameter.shape for parameter in Net(square).parameters()]
     return [[torch.randn(shape, generator=generator) * 0.1 for shape in shapes] for _ in range(steps)]
 
 
 class Run:
     """A model with its optimizer; place: the device of both. moved: the model moves there after composing."""
+
+    square = False
 
     def __init__(
         self,
@@ -58,7 +66,7 @@ class Run:
         **overrides: Any,
     ) -> None:
         torch.manual_seed(0)
-        self.model, self.place, self.dtype = Net().to(dtype), place or torch.device("cpu"), dtype
+        self.model, self.place, self.dtype = Net(self.square).to(dtype), place or torch.device("cpu"), dtype
         if not moved:
             self.model.to(self.place)
         declaration = frequent(eigengraft.load_recipe(recipe, changes).model_dump(mode="json")) | overrides
@@ -83,6 +91,12 @@ class Run:
         return [parameter.detach().cpu() for parameter in self.model.parameters()]
 
 
+class SquareRun(Run):
+    """A run of the model with square matrices."""
+
+    square = True
+
+
 def on_host(state: Any) -> Any:
     """A state dict with all tensors on the host."""
     if isinstance(state, Tensor):
@@ -103,7 +117,7 @@ def rounding(steps: Sequence[list[Tensor]], run: Run, recipe: str, **options: An
     its own, so that rounding alone may change a step by a tenth. Where products are in bfloat16, both runs round them
     alike, and the distance is a quarter of a unit of bfloat16 at least, as a share of the way that parameters went.
     """
-    exact, start = Run(recipe, dtype=torch.float64, **options), Run(recipe, **options)
+    exact, start = type(run)(recipe, dtype=torch.float64, **options), type(run)(recipe, **options)
     low = "bfloat16" in start.optimizer.recipe.model_dump_json()
     way = largest_difference(run, start) * 2**-10 if low else 0.0
     exact.step(*steps)

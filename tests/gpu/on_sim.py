@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import eigengraft
+from eigengraft import MaxLogits
 from eigengraft.testing import accelerator
 
 FUNCTIONS: dict[str, Callable[[torch.device], None]] = {}
@@ -32,6 +33,25 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 4))
 
 
+class Heads(nn.Module):
+    """Causal attention of two heads, whose largest logits are recorded, and a head, whose inputs are; in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(6, 8, bias=False) for _ in range(3))
+        self.lm_head, self.max_logits = nn.Linear(8, 4, bias=False), MaxLogits("q.weight", "k.weight", causal=True)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (own(x.double()).unflatten(-1, (2, 4)).transpose(0, 1)[None] for own in (self.q, self.k, self.v))
+        self.max_logits(q, k)
+        later = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)
+        mixed = (q @ k.mT / 2).masked_fill(later, -torch.inf).softmax(-1) @ v
+        result: Tensor = self.lm_head(mixed[0].transpose(0, 1).flatten(1))
+        return result
+
+
 Step = Callable[[nn.Module, Any, Tensor, Tensor], None]
 
 
@@ -41,11 +61,19 @@ def ordinary(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
     optimizer.step()
 
 
-def trained(recipe: Any, place: torch.device | str, step: Step = ordinary, steps: int = 6) -> list[Tensor]:
-    """The parameters after some steps; composed on the CPU, moved, and copied halfway."""
-    model = network()
+def trained(
+    recipe: Any,
+    place: torch.device | str,
+    step: Step = ordinary,
+    steps: int = 6,
+    make: Callable[[], nn.Module] = network,
+    moved: bool = True,
+) -> list[Tensor]:
+    """The parameters after some steps. moved: whether the model is composed on the CPU and then moved."""
+    model = make() if moved else make().to(place)
     optimizer = eigengraft.compose(recipe, model, lr=1e-2)
-    model.to(place)
+    if moved:
+        model.to(place)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         x, y = torch.randn(16, 6, generator=generator), torch.randint(4, (16,), generator=generator)
@@ -58,11 +86,22 @@ FUSED = 1e-6
 updated in a buffer on a CPU alone."""
 
 
-def require_same(recipe: Any, place: torch.device, step: Step = ordinary, tolerance: float = FUSED) -> None:
-    ours, theirs = trained(recipe, "cpu", step), trained(recipe, place, step)
-    difference = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+def require_same(
+    recipe: Any,
+    place: torch.device,
+    step: Step = ordinary,
+    tolerance: float = FUSED,
+    make: Callable[[], nn.Module] = network,
+    moved: bool = True,
+) -> None:
+    ours, theirs = (trained(recipe, where, step, make=make, moved=moved) for where in ("cpu", place))
+    difference = largest(ours, theirs)
     assert difference <= tolerance, f"{recipe}: {difference:g}"
-    assert not any(torch.equal(a, b) for a, b in zip(ours, network().parameters(), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(ours, make().parameters(), strict=True))
+
+
+def largest(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
 @function
@@ -128,6 +167,36 @@ def signals_of_hooks(place: torch.device) -> None:
     """Input and output matrices of linear layers, collected by hooks in forward and backward."""
     for recipe in ("newton_muon", "singd"):
         require_same(recipe, place, tolerance=1e-6)
+
+
+@function
+def signals_of_heads(place: torch.device) -> None:
+    """Logits of attention that are above the bound of the recipe, and inputs of the head, for K-FAC from step 3 on."""
+    clip = {"base": "muonclip", "set": {"constraints.qk_clip.bound": 0.5}}
+    kfac = "routes.head.update.transform.before.graft.direction.sum.paths"
+    rise = [{"from": 0.0, "to": 0.0, "steps": 2}, {"from": 0.5, "to": 0.5, "steps": 1}]
+    refresh = {"kind": "every", "steps": 2, "start": 3, "stagger": "none"}
+    changes = {f"{kfac}.kfac.weight": rise, f"{kfac}.kfac.stages.graft.direction.shampoo.refresh": refresh}
+    for changed, recipe in ((clip, "muonclip"), ({"base": "track3_kfac", "set": changes}, "track3_kfac")):
+        require_same(changed, place, tolerance=1e-12, make=Heads)  # rounding of float64, of an orthonormalization
+        found = (trained(own, place, make=Heads) for own in (changed, recipe))
+        assert largest(*found) > 1e-5, recipe  # which has a higher bound and no K-FAC yet
+
+
+@function
+def signals_of_micro_batches(place: torch.device) -> None:
+    """The variance of gradients, which hooks of parameters take from two backward passes.
+
+    A model moves to the simulated device by new tensors, which have no hooks, and is therefore composed there.
+    """
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        for half in (slice(0, 8), slice(8, 16)):
+            (nn.functional.cross_entropy(model(x[half]), y[half]) / 2).backward()
+        optimizer.step()
+
+    require_same("isomuon", place, step, moved=False)
 
 
 @function

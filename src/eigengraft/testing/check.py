@@ -44,7 +44,7 @@ from .solver_laws import (
     SolverCase,
 )
 from .stage_case import BLOCKS, Degree, StageCase
-from .stage_laws import STAGE_LAWS
+from .stage_laws import STAGE_LAWS, device_notes
 from .statistic_laws import STATISTIC_BLOCKS, STATISTIC_LAWS, StatisticCase
 from .write_laws import AVERAGING_LAWS, CONSTRAINT_LAWS, ConstraintCase
 
@@ -74,13 +74,15 @@ def check_stage(
             then not checked.
 
     Returns:
-        A report of the laws that hold and of the laws that do not apply.
+        A report of the laws that hold and of the laws that do not apply. A note has the kernels, the memory traffic and
+        the largest allocation of a step without a refresh on a simulated accelerator, for blocks of the first shape.
 
     Raises:
         LawError: laws are broken. The message names all broken laws, or the first broken rule of the contract.
         TypeError: `stage` is not an instance of Stage.
     """
-    return _check("check_stage", Stage, StageCase(stage, blocks, degree, rotates, singular), STAGE_LAWS)
+    case = StageCase(stage, blocks, degree, rotates, singular)
+    return replace(_check("check_stage", Stage, case, STAGE_LAWS), notes=device_notes(case))
 
 
 def check_solver(

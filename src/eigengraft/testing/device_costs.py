@@ -34,8 +34,8 @@ _NO_KERNEL = {
     "lift", "_unsafe_view", "_local_scalar_dense", "set_", "is_pinned", "record_stream",
 }  # fmt: skip
 _SEVERAL = {"sort": 4, "topk": 3, "eye": 2, "linalg_inv_ex": 4}
-_LOOPED = {"_linalg_eigh": 10, "linalg_eig": 10, "_linalg_svd": 10, "linalg_qr": 4, "geqrf": 1}
-_LOOPED |= {"linalg_householder_product": 1, "linalg_lstsq": 4}
+LOOPED = {"_linalg_eigh": 10, "linalg_eig": 10, "_linalg_svd": 10, "linalg_qr": 4, "geqrf": 1}
+LOOPED |= {"linalg_householder_product": 1, "linalg_lstsq": 4}
 """Number of kernels for one matrix, for decompositions that cuSOLVER computes for one matrix after another."""
 
 
@@ -45,11 +45,11 @@ def launched_kernels(func: Any, args: Sequence[Any]) -> int:
     if fixed is not None:
         return fixed
     name = name_of(func)
-    if name not in _LOOPED:
+    if name not in LOOPED:
         lists = ([own for own in x if isinstance(own, Tensor)] for x in args if isinstance(x, (list, tuple)))
         return _multi_tensor_kernels(name, [own for own in lists if own])
     matrices = args[0].shape[:-2].numel() if args[0].ndim > 2 else 1
-    return _LOOPED[name] * matrices
+    return LOOPED[name] * matrices
 
 
 @cache
@@ -64,7 +64,7 @@ def _kernels_for_any_arguments(func: Any) -> int | None:
     name = name_of(func)
     if name in _NO_KERNEL or func.is_view:
         return 0
-    if name in _LOOPED or name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+    if name in LOOPED or name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return None
     return _SEVERAL.get(name, 1)
 

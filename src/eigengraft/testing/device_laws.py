@@ -1,13 +1,14 @@
-"""The check that all laws about devices share: the host must not wait for a simulated accelerator."""
+"""Checks of work on a simulated accelerator: the host must not wait, and no kernel must be launched for one block."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import torch
 
 from .accelerator import DeviceCounts, missing_names
-from .device_costs import DECOMPOSITIONS
+from .device_costs import DECOMPOSITIONS, LOOPED
 from .laws import in_parentheses, require
 
 WARM_UP_STEPS = 2
@@ -26,6 +27,25 @@ def require_no_waits(counts: DeviceCounts, when: str, remedy: str = "") -> None:
     found = [f"{x}{_SOURCES.get(x.split()[-1], '')}" for x in lines if x.split()[-1] not in DECOMPOSITIONS]
     expected = "no operation for which the CPU waits for the device or copies numbers to it"
     require(not found, when, expected, ", ".join(found), in_parentheses(remedy))
+
+
+def require_no_more_kernels(few: DeviceCounts, many: DeviceCounts, when: str, remedy: str) -> None:
+    """Raise a LawError that names the lines which launch more kernels for a larger stack.
+
+    Decompositions are left out, because CUDA computes them for one matrix after another.
+
+    few, many: counts of the same step for a small and a large stack.
+    when: text that names the step and the stacks.
+    remedy: advice at the end of the error.
+    """
+    before, after = _kernels_by_line(few), _kernels_by_line(many)
+    grown = ", ".join(f"{Path(file).name}:{line} {name}" for file, line, name in after - before)
+    found = f"{after.total()}, with more of {grown}"
+    require(after.total() <= before.total(), when, f"{before.total()} kernels", found, in_parentheses(remedy))
+
+
+def _kernels_by_line(counts: DeviceCounts) -> Counter[tuple[str, int, str]]:
+    return Counter({line: own.kernels for line, own in counts.lines.items() if line[-1] not in LOOPED})
 
 
 _SOURCES = {"_local_scalar_dense": " (item(), float() or `if`)", "_to_copy": " (a copy between CPU and device)"}

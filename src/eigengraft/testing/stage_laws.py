@@ -21,9 +21,9 @@ from eigengraft.schedules import schedules
 from eigengraft.signals import PARTNER, SIDES, Signal, known_signals, requested
 from eigengraft.slots import StateKey
 
-from .accelerator import accelerator
+from .accelerator import DeviceCounts, accelerator
 from .causes import WATCHED_BLOCKS, stack_cause, write_cause
-from .device_laws import WARM_UP_STEPS, require_no_waits, without_accelerator
+from .device_laws import WARM_UP_STEPS, require_no_more_kernels, require_no_waits, without_accelerator
 from .laws import Law, in_parentheses, require, require_close, the_declaration_survives
 from .samples import difficult, rotation, standard_normal
 from .stage_case import StageBench, StageCase, on
@@ -479,23 +479,67 @@ def _no_moment(case: StageCase) -> str | None:
 
 
 def a_steady_step_stays_on_the_device(case: StageCase) -> None:
-    """In steps without a refresh the host neither waits for the device nor copies numbers to it.
+    """In steps without a refresh the host neither waits for the device nor copies numbers to it, and the number of
+    kernels does not depend on the number of blocks in the stack.
 
-    Waits of torch for decompositions of matrices are allowed, because a stage may decompose matrices in every step.
+    Decompositions of matrices are left out, because a stage may decompose matrices in every step: torch waits for them,
+    and CUDA computes one matrix after another.
     """
-    block = case.blocks[0]
-    with on(block, "on a simulated accelerator"), accelerator("cuda") as run, run.device:
-        bench = StageBench(case.component, block, 3, torch.float32)
-        for number, gradient in enumerate(case.gradients(block, dtype=torch.float32), start=1):
+    with on(case.blocks[0], "on a simulated accelerator"):
+        steps = steady_steps(case)
+        for number, counts in steps.items():
+            require_no_waits(counts, f"step {number}, without a refresh", _WITHOUT_WAITS)
+        first = min(steps, default=0)
+        larger = steady_steps(case, 2 * FEW, first).get(first)
+        if larger is not None:
+            when = f"step {first}, without a refresh, for {2 * FEW} blocks in place of {FEW}"
+            require_no_more_kernels(
+                steps[first], larger, when, "compute all blocks `[N, *block]` at once, with torch.bmm"
+            )
+
+
+_WITHOUT_WAITS = (
+    "`context.step`, `context.seed` and `context.tensor(...)` are on the device; in place of `if`, use torch.where or, "
+    "for conditions on steps, `context.per_block` and `context.holds`"
+)
+FEW = 3
+"""Number of blocks in stacks of which device work is counted."""
+
+
+def steady_steps(case: StageCase, blocks: int = FEW, last: int | None = None) -> dict[int, DeviceCounts]:
+    """Return the work on a simulated accelerator of each step without a refresh, by the number of the step.
+
+    The first WARM_UP_STEPS steps are left out. The blocks are float32 and of the first shape of the case.
+
+    blocks: number of blocks in the stack.
+    last: number of the last step to run; None: the whole trajectory.
+    """
+    block, found = case.blocks[0], dict[int, DeviceCounts]()
+    with accelerator("cuda") as run, run.device:
+        bench = StageBench(case.component, block, blocks, torch.float32)
+        for number, gradient in enumerate(case.gradients(block, blocks, torch.float32)[:last], start=1):
             step, context = bench.start(gradient)
             with accelerator("cuda") as counts:
                 step()
             if number > WARM_UP_STEPS and not any((*context.due.values(), *context.asked.values())):
-                remedy = (
-                    "`context.step`, `context.seed` and `context.tensor(...)` are on the device; in place of `if`, use "
-                    "torch.where or, for conditions on steps, `context.per_block` and `context.holds`"
-                )
-                require_no_waits(counts, f"step {number}, without a refresh", remedy)
+                found[number] = counts
+    return found
+
+
+def device_notes(case: StageCase) -> tuple[str, ...]:
+    """Return a sentence about the work of a step without a refresh on a simulated accelerator.
+
+    Return no sentence if every step has a refresh, or if no accelerator can be simulated.
+    """
+    if without_accelerator(case) is not None or not (steps := steady_steps(case)):
+        return ()
+    number, counts = max(steps.items())
+    size = FEW * math.prod(case.blocks[0]) * torch.float32.itemsize
+    traffic, peak, shape = counts.traffic / size, counts.peak / size, case.blocks[0]
+    return (
+        f"step {number}, without a refresh, launches {counts.kernels} kernels for {FEW} blocks of shape {shape} on a "
+        f"simulated accelerator; it moves {traffic:.1f} and allocates {peak:.1f} times the bytes of the blocks",
+    )
 
 
 STAGE_LAWS: tuple[Law[StageCase], ...] = (
