@@ -124,13 +124,13 @@ class Averaging(Component, ABC, family="averaging"):
         return batch.parameters
 
     @abstractmethod
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-        """Apply `update` to the base iterates, and recompute all other stored iterates.
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
+        """Apply `write` to the base iterates, and recompute all other stored iterates.
 
-        Every step calls this method. Without an averaging, a step applies `update` to the parameters.
+        Every step calls this method. Without an averaging, a step applies `write` to the parameters.
 
-        update: function that changes n tensors in place by weight decay, update and constraints, as
-            `update(batch.parameters)`.
+        write: function that changes n tensors in place by weight decay, update and constraints, as
+            `write(batch.parameters)`.
         """
 
     @abstractmethod
@@ -289,11 +289,11 @@ class EMA(Averaging):
         """Return W for each parameter: the parameter itself, or the evaluated iterate of the inner averaging."""
         return batch.parameters if self.inner is None else self.inner.evaluated(batch)
 
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
         if self.inner is None:
-            update(batch.parameters)
+            write(batch.parameters)
         else:
-            self.inner.step(batch, update)
+            self.inner.step(batch, write)
         due = batch.slice_rows(pushed(batch, self.every, self.start))
         if not due.parameters:
             return
@@ -347,8 +347,8 @@ class LAWA(Averaging):
     def state_meaning(self) -> Mapping[str, Any]:
         return {"every": self.every, "start": self.start}
 
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-        update(batch.parameters)
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
+        write(batch.parameters)
         due = batch.slice_rows(pushed(batch, self.every, self.start))
         places = (pushes(due.steps, self.every, self.start) - 1) % self.window
         targets = [queue[place] for queue, place in zip(due.slots["queue"], places.tolist(), strict=True)]
@@ -413,23 +413,23 @@ class BaseAndAverage(Averaging, ABC):
     def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
         return batch.y if self.mu_and_decay[1] == "y" else batch.slots["z"]
 
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
         y, z, mixing = batch.y, batch.slots["z"], self.mixing(batch)
         mu, decay_at = self.mu_and_decay
         if decay_at == "z_apart":
-            update = update.decay(z)
+            write = write.decay(z)
         elif decay_at == "y":
-            update = update.decayed_at(y)
+            write = write.decayed_at(y)
         if isinstance(mixing, Tensor):
-            self._step_on_device(batch, update, mixing)
+            self._step_on_device(batch, write, mixing)
         else:
             old = copies(z, z[0].dtype)
-            update(z)
+            write(z)
             blend(y, old, mixing, batch.mask)
             accumulate(y, torch._foreach_sub(list(z), old), [1 - mu * (1 - c) for c in mixing])
         batch.show_y()
 
-    def _step_on_device(self, batch: IterateBatch, update: ParameterUpdate, mixing: Tensor) -> None:
+    def _step_on_device(self, batch: IterateBatch, write: ParameterUpdate, mixing: Tensor) -> None:
         """Do the same as `step` if the weights of the average are on a device, so that the host does not read them.
 
         mixing: `[n]`, the weight c of the new base iterate z in the average x, as the method `mixing` returns it.
@@ -437,7 +437,7 @@ class BaseAndAverage(Averaging, ABC):
         y, z, dtype = batch.y, batch.slots["z"], batch.y[0].dtype
         c, left = mixing.to(dtype), (mixing * self.mu_and_decay[0] + (1 - self.mu_and_decay[0])).to(dtype)
         old = stacked_copies(z)
-        update(z)
+        write(z)
         blended = over_stacks(torch.lerp, y, old, c)
         torch._foreach_sub_(old, list(z))  # -D
         put(y, over_stacks(lambda x, d, weight: x.sub_(d.mul_(weight)), blended, old, left), batch.mask)

@@ -173,10 +173,10 @@ def test_links_lead_somewhere_in_a_clone(page: str) -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    """Paths in backticks that begin with a room of the house."""
-    rooms = "preconditioners|quantization|distributed|optimizers|experiments|hosts|src|tests|docs|papers"
+    """Paths in backticks that begin with a folder at the root of the repository."""
+    folders = "preconditioners|quantization|distributed|optimizers|experiments|hosts|src|tests|docs|papers"
     for page in PAGES:
-        for path in re.findall(rf"`((?:{rooms})/[\w./-]*)`", text(page)):
+        for path in re.findall(rf"`((?:{folders})/[\w./-]*)`", text(page)):
             assert (ROOT / path).exists(), f"{page}: {path}"
 
 

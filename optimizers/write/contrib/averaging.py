@@ -64,9 +64,9 @@ class EMANesterov(Averaging):
     def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
         return batch.y
 
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
         y, z, drift, count = batch.y, batch.slots["z"], batch.slots["drift"], len(batch.parameters)
-        update(y)
+        write(y)
         blend(drift, torch._foreach_sub(list(y), list(z)), [1 - self.beta] * count, batch.mask)
         blend(z, y, [1.0] * count, batch.mask)
         scale: float | Tensor = self.ahead
@@ -136,10 +136,10 @@ class Anchored(Averaging):
     def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
         return batch.y
 
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
         below = replace(batch, parameters=batch.y)
         self._shift(replace(below, steps=batch.steps - 1), back=True)
-        self.inner.step(below, update)
+        self.inner.step(below, write)
         self._shift(below, back=False)
         batch.show_y()
 

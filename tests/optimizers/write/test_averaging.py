@@ -306,8 +306,8 @@ def test_iterates_are_numbers_or_have_the_axes_of_their_parameter_last() -> None
             shapes = {"number": (), "queue": (4, 3, *shape), "fixed": (4, 3), "rows": shape[:1], "after": (*shape, 3)}
             return {"own": Slot(shapes[self.rule])}
 
-        def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-            update(batch.parameters)
+        def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
+            write(batch.parameters)
 
         def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
             return batch.parameters
