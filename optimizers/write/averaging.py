@@ -148,6 +148,8 @@ def blend(
 ) -> None:
     """Change n targets in place:  target <- target + weight (value - target).  For weight 1 the result equals value.
 
+    targets: n tensors, which are changed in place.
+    values: n tensors of the same shapes, in any dtype.
     weights: n numbers. All targets with equal weights are changed by one kernel.
     mask: n 0-d booleans, False for targets that do not change. None: all targets change.
     """
