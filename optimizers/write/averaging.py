@@ -1,6 +1,6 @@
 """Averaging of iterates: the contract, averages that do not affect training, and averages that do.
 
-With `EMA` and `LAWA`, training is the same as without averaging, and evaluation uses the average. `ScheduleFree` and
+With `EMA`, training is the same as without averaging, and evaluation uses the average. `ScheduleFree` and
 `PrimalAveraging` take gradients at y, between the base iterate z and its average x:
 
     y = mu_y x + (1 - mu_y) z      the parameter in training: gradients are taken here
@@ -323,49 +323,6 @@ class EMA(Averaging):
         for index, mean in zip(begun, means, strict=True):
             values[index] = mean
         return values
-
-
-class LAWA(Averaging):
-    """After every nu = `every` updates, W enters a queue of the last K = `window` copies of W; evaluated: their mean.
-
-    Latest weight averaging of the parameter W (Kaddour 2022; Ajroldi, Orvieto & Geiping 2025, section 2). Before
-    `start` the parameter itself is evaluated. A horizon nu K of about 1% of all updates is a good choice.
-    """
-
-    kind: Literal["lawa"] = "lawa"
-    window: int = Field(
-        default=5, ge=1, description="number K of iterates in the queue; each takes a parameter's memory"
-    )
-    every: int = Field(default=1, ge=1, description="number nu of updates from one iterate in the queue to the next")
-    start: int | None = Field(
-        default=None,
-        ge=1,
-        description="number of the update after which the first iterate enters the queue; default: nu",
-    )
-
-    def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
-        return {"queue": Slot((self.window, *shape), role="iterate")}
-
-    def state_meaning(self) -> Mapping[str, Any]:
-        return {"every": self.every, "start": self.start}
-
-    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
-        write(batch.parameters)
-        due = batch.slice_rows(pushed(batch, self.every, self.start))
-        places = (pushes(due.steps, self.every, self.start) - 1) % self.window
-        targets = [queue[place] for queue, place in zip(due.slots["queue"], places.tolist(), strict=True)]
-        blend(targets, due.parameters, [1.0] * len(targets), due.mask)
-
-    def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
-        counts = np.minimum(pushes(batch.steps, self.every, self.start), self.window).tolist()
-        queues = batch.slots["queue"]
-        # summed in a fixed order: `mean` adds in an order that depends on the shape, which differs between shards
-        sums = copies([queue[0] for queue in queues], queues[0].dtype)
-        for place in range(1, max(counts)):
-            more = [at for at, count in enumerate(counts) if count > place]
-            torch._foreach_add_([sums[at] for at in more], [queues[at][place] for at in more])
-        torch._foreach_div_(sums, [max(count, 1.0) for count in counts])
-        return [total if count else x for x, total, count in zip(batch.parameters, sums, counts, strict=True)]
 
 
 Decay = Literal["z", "y", "z_apart"]

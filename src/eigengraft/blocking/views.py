@@ -326,6 +326,8 @@ class Batches(View):
 class Modules(View):
     """The matrices that follow from the modules of the model: fused projections, heads of attention, fused experts.
 
+    It is made for models whose parameters contain several matrices, such as fused query, key and value projections.
+
     A module may have a method `parameter_views()` that returns {parameter name: matrices}. Without it, these modules
     are recognized: torch.nn.MultiheadAttention, attention as in Hugging Face, timm and nanoGPT, experts, and gated
     layers. Parameters of all other modules have the matrices of the view `batches`.

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import eigengraft
 from eigengraft import ContractError, Optimizer, RecipeError, Slot, load_recipe
 from eigengraft.optimizers.step.step import prepare
-from eigengraft.optimizers.write.averaging import LAWA, Averaging, IterateBatch
+from eigengraft.optimizers.write.averaging import Averaging, IterateBatch
 from eigengraft.optimizers.write.constraints import ParameterUpdate
+from eigengraft.optimizers.write.contrib.averaging import LAWA
 from eigengraft.optimizers.write.iterate_store import IterateStore
 from eigengraft.optimizers.write.write import Hyper
 
