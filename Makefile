@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-ROOMS := preconditioners quantization distributed optimizers experiments hosts
+PACKAGES := preconditioners quantization distributed optimizers experiments hosts
 # Named after the place, because an environment does not survive being moved or copied.
 READY := $(VENV)/ready-$(shell pwd | cksum | cut -d ' ' -f 1)
 # The demo needs half of the packages, and does not install the others.
@@ -81,7 +81,7 @@ clean:
 # Some unpackers of zips turn symlinks into text files. The wheel does without them; an editable install needs the one
 # to `distributed`, which has no __init__.py, and type checkers need them all.
 links:
-	@for room in $(ROOMS); do test -d src/eigengraft/$$room || { rm -f src/eigengraft/$$room && ln -s ../../$$room src/eigengraft/$$room; } || exit 1; done
+	@for name in $(PACKAGES); do test -d src/eigengraft/$$name || { rm -f src/eigengraft/$$name && ln -s ../../$$name src/eigengraft/$$name; } || exit 1; done
 
 $(HOSTS_READY): requirements-hosts.txt | links
 	@test -x $(HOSTS)/bin/python || "$(PYTHON)" -m venv $(HOSTS)

@@ -238,6 +238,7 @@ LATE = (
     "again, so that no time is saved; clip gradients by the recipe, not between backward and step(), or turn "
     "overlap_backward off"
 )
+"""Text of the warning about gradients that were changed after they had been sent."""
 
 
 def _hook(gather: ref[BackwardGather], position: int) -> Callable[[Tensor], None]:

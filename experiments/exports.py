@@ -38,7 +38,7 @@ def export_sweep(
     Args:
         source: a study, or the file or mapping of one.
         folder: folder of the files, which is created if it does not exist.
-        overrides: changes of the study as `dotted.path=value`; several values are an axis.
+        overrides: changes of the study as `dotted.path=value`; several values are an axis. None: no changes.
 
     Returns:
         The path of sweep.yaml.
@@ -159,7 +159,7 @@ def export_algoperf(
         overrides: changes of the recipe, or hyperparameters to tune. `path=a,b` lists the values of a hyperparameter;
             `path=interval(a,b)` is its range, logarithmic if `a` is positive. The hyperparameters `lr`,
             `weight_decay`, `warmup_factor`, `grad_clip`, `dropout_rate` and `label_smoothing` belong to the training
-            loop. If `lr` is not given, its range is 0.1 to 10 times the learning rate of the recipe.
+            loop. If `lr` is not given, its range is 0.1 to 10 times the learning rate of the recipe. None: no changes.
 
     Returns:
         The path of submission.py.

@@ -18,6 +18,7 @@ _SHA256 = re.compile(r"\b([0-9a-f]{16})[0-9a-f]{48}\b")
 """Pattern of a sha256. Only the first 16 digits are compared and shown: their 64 bits distinguish all files of a study.
 """
 REMEDY = "Choose another directory, or remove this one."
+"""End of errors about a directory whose runs have another provenance."""
 
 
 def provenance_of(environment: Mapping[str, Any]) -> dict[str, str]:

@@ -126,10 +126,14 @@ class RunLog:
 
         Args:
             step: number of steps so far, from 1, and larger than that of the row before.
-            loss: mean training loss since the row before.
+            loss: mean training loss since the row before. None: not measured.
             numbers: other columns: `val_loss`, `val_accuracy`, `lr`, `tokens`, `flops`, `seconds` (by default the time
                 since the log was made), or any of your own. Tables and reports show the last value of each column
-                `val.NAME`, in which NAME is a metric of an evaluation.
+                `val.NAME`, in which NAME is a metric of an evaluation. None: the row has no value in this column.
+
+        Raises:
+            ValueError: `step` is out of range or not above that of the row before, a value is no number, or the name of
+                a column is probably a misspelled `loss` or `val_loss`.
         """
         if not 1 <= step <= self.steps:
             raise ValueError(f"step: it must be between 1 and the {self.steps} steps of the run, got {step}")
@@ -168,7 +172,11 @@ class RunLog:
             self.finish()
 
     def finish(self) -> None:
-        """Write the result from the last row. A run whose last losses are not finite has diverged."""
+        """Write the result from the last row. A run whose last losses are not finite has diverged.
+
+        Raises:
+            ValueError: the run has no row.
+        """
         if not self.rows:
             raise ValueError(
                 f"{self.directory}: no row was logged, so the run has no result; call row() before the end"
@@ -252,8 +260,8 @@ def import_run(
         task: name of the task.
         columns: column of a run -> name of this column in the file, as `{"loss": "train/loss"}`. Other columns keep
             their names. With this example a column `loss` of the file itself is dropped. `step` and a loss are
-            required. Reports use `step`, `loss`, `val_loss`, `val_accuracy`, `lr`, `seconds`, `tokens`, `flops` and
-            `val.NAME`, in which NAME is a metric of an evaluation.
+            required. None: all columns keep their names. Reports use `step`, `loss`, `val_loss`, `val_accuracy`, `lr`,
+            `seconds`, `tokens`, `flops` and `val.NAME`, in which NAME is a metric of an evaluation.
         settings: `seed`, `lr`, `recipe` and other settings of `RunLog`.
 
     Returns:

@@ -37,6 +37,7 @@ from .contrib.root_solvers import NewtonDB as NewtonDB
 from .contrib.root_solvers import TraceBound as TraceBound
 from .contrib.stages import Cautious as Cautious
 from .contrib.stages import Center as Center
+from .contrib.stages import ClipRunningNorm as ClipRunningNorm
 from .elementwise.adafactor import Adafactor as Adafactor
 from .elementwise.adafactor import RelativeStep as RelativeStep
 from .elementwise.aligned_decay import AlignedDecay as AlignedDecay
@@ -58,7 +59,6 @@ from .elementwise.momentum_weights import k_maxwell as k_maxwell
 from .elementwise.momentum_weights import maximum_entropy as maximum_entropy
 from .elementwise.scale import ClipNorm as ClipNorm
 from .elementwise.scale import ClipRMS as ClipRMS
-from .elementwise.scale import ClipRunningNorm as ClipRunningNorm
 from .elementwise.scale import Normalize as Normalize
 from .elementwise.scale import Scale as Scale
 from .elementwise.standardize import Sinkhorn as Sinkhorn

@@ -46,6 +46,7 @@ class SecondMoment(NamedTuple):
 
     slot: name of the slot of v, which has the shape of the block and starts as 0.
     beta: decay b.
+    eps: number added to the root, in units of the gradient.
     """
 
     slot: str
@@ -219,7 +220,10 @@ class Stage(Schedulable, ABC, family="stage"):
         return self
 
     def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
-        """Return the slots of one block of this shape, by name: the tensors that the stage keeps as its state."""
+        """Return the slots of one block of this shape, by name: the tensors that the stage keeps as its state.
+
+        Raises ValueError if the stage refuses blocks of this shape.
+        """
         return {}
 
     def inner(self, block: tuple[int, ...]) -> Mapping[str, Inner]:
@@ -271,6 +275,8 @@ class Stage(Schedulable, ABC, family="stage"):
         """Return `traits(block)`, the properties of the stage for blocks of one shape. The result is cached.
 
         block: shape of the block; the default () for traits that do not depend on the shape.
+
+        Raises TypeError if the hook `traits` returns no `Traits`.
         """
         if block not in self._traits:
             with named_stage(self, self.label):
@@ -390,6 +396,8 @@ class Stage(Schedulable, ABC, family="stage"):
         """Run one step and return the new direction.
 
         The order is `observe`, `refresh` of the blocks that are due, `apply`. In a lagged stage, `apply` is first.
+
+        Raises ContractError if a hook violates the contract, such as by a direction of another shape.
         """
         lagged = self.cached_traits().lagged
         try:

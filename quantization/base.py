@@ -86,7 +86,7 @@ class Quantizer(Component, ABC, family="quantizer"):
 
     def encode_hollow(self, x: Tensor, before: Encoded | None = None, uniform: Uniform | None = None) -> Encoded:
         """Return the encoding of x `[N, d, d]` with its diagonal replaced by zeros. Called by quantizers that store the
-        diagonal themselves. The arguments are those of `encode`.
+        diagonal themselves. The arguments, and None for `before` or `uniform`, are those of `encode`.
         """
         rest = x.clone()
         rest.diagonal(dim1=-2, dim2=-1).zero_()
@@ -176,16 +176,22 @@ def _can_store(quantizer: Quantizer) -> str:
 
 
 def choose_codec(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
-    """Return the quantizer that encodes a slot, from the entry that `choose` returns. None: the slot is not encoded."""
+    """Return the quantizer that encodes a slot, from the entry that `choose` returns. Return None if the slot is not
+    encoded.
+
+    storage, key, slot: as in `choose`.
+    """
     found = choose(storage, key, slot)
     return None if found is None else found.codec
 
 
 def choose(storage: Mapping[str, Quantizer], key: StateKey, slot: Slot) -> Quantizer | None:
     """Return the entry of `storage` for a slot: the entry for the slot's key, else for the path of its stage, else for
-    its role.
+    its role. Return None if there is no entry for the slot, which is then stored as it is on its device.
 
-    None: there is no entry for the slot, and it is stored as it is on its device.
+    storage: the quantizers of a recipe, by key, path or role.
+    key: the key of the slot in a state.
+    slot: the declaration of the slot.
 
     A quantizer that cannot store the slot is ignored if it is chosen by path or role. If it is chosen by the slot's
     key, ValueError is raised. An entry for a role does not quantize sensitive slots, such as the second moments of a

@@ -9,7 +9,7 @@ from functools import cache
 
 import eigengraft
 from markup import inline
-from measured import ROOT, gpu, measured_text, memory, milliseconds, runs, steps_of, task_scores
+from measured import ROOT, gpu, measured_text, memory, milliseconds, reason_not_run, runs, steps_of, task_scores
 
 BUDGETS = ROOT / "tests" / "gpu" / "budgets.csv"
 TASKS = {"python": "Python sources", "digits": "handwritten digits"}
@@ -21,7 +21,8 @@ HEAD = """# Gallery
 
 Each picture has the validation loss of a recipe (orange) and of AdamW (gray) over the steps of a task of the
 [laptop track](../papers/laptop_track/README.md). It is the mean of three seeds at the best learning rate of a search.
-The axis of losses is logarithmic, and the same for all recipes.
+The axis of losses is logarithmic, and the same for all recipes. A card without pictures says why the recipe was not
+run.
 
 - **state**: bytes of state per parameter of GPT-2 small in float32.
 - **traffic**: memory that a step between two refreshes reads and writes on an accelerator, as a multiple of the
@@ -37,24 +38,27 @@ Curve = Mapping[int, float]
 
 
 def page() -> str:
-    """Return the page: a card for each recipe that has been run on the laptop track, and a list of the others."""
-    run = [name for name in eigengraft.shipped_recipes() if curves(name)]
-    others = [f"[`{name}`](recipes/{name}.md)" for name in eigengraft.shipped_recipes() if name not in run]
-    cards = "\n".join(map(card, run))
-    return f'{HEAD}\n<div class="gallery">\n{cards}\n</div>\n\nNot run on the track: {", ".join(others)}.\n'
+    """Return the page: a card for each recipe."""
+    cards = "\n".join(map(card, eigengraft.shipped_recipes()))
+    return f'{HEAD}\n<div class="gallery">\n{cards}\n</div>\n'
 
 
 def card(name: str) -> str:
-    """Return the HTML of one recipe: name, summary, two pictures, and four numbers."""
+    """Return the HTML of one recipe: name, summary, two pictures or why there are none, and up to four numbers."""
     about = (eigengraft.load_recipe(name).about or "").partition(" (")[0]
-    pictures = "".join(
-        f"<figure>{picture(task, name)}<figcaption>{caption}</figcaption></figure>" for task, caption in TASKS.items()
-    )
+    if curves(name):
+        pictures = "".join(
+            f"<figure>{picture(task, name)}<figcaption>{caption}</figcaption></figure>"
+            for task, caption in TASKS.items()
+        )
+    else:
+        pictures = f"<p>{inline(reason_not_run(name))}</p>"
     traffic = traffics().get(name)
     facts = [f"state {memory(name):.1f}", f"traffic {traffic:.0f}" if traffic is not None else ""]
     measured = measured_text(name) and f" ({measured_text(name)} ms on {gpu().card})"
     facts.append(f"≥ {milliseconds(name):.3g} ms{measured}")
-    facts.append(f"steps {' / '.join(steps_of(task_scores(name)[task]) for task in TASKS)}")
+    if curves(name):
+        facts.append(f"steps {' / '.join(steps_of(task_scores(name)[task]) for task in TASKS)}")
     return (
         f'<div class="card"><a href="recipes/{name}.html"><code>{name}</code></a><p>{inline(about)}</p>'
         f"<div>{pictures}</div><p>{' · '.join(filter(None, facts))}</p></div>"

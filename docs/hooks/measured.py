@@ -14,6 +14,8 @@ from eigengraft.experiments.cli.purposes import NUMBERS_FILE, RecipeNumbers, goa
 from eigengraft.experiments.track.cost import COUNTED_MODELS, H100, optimizer_ms, state_bytes
 from eigengraft.experiments.track.report import BASELINE, Standing, standing
 from eigengraft.experiments.track.track import EntryRuns, TaskScore, entry_name, load_track, read_table
+from eigengraft.optimizers.recipe.loading import shipped
+from eigengraft.signals import asking
 from markup import table
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,29 @@ def task_scores(name: str) -> Mapping[str, TaskScore]:
 def runs(name: str) -> EntryRuns:
     """Return task -> runs of a recipe; {} if it was not run."""
     return track().entries.get(entry_name(name), {})
+
+
+@cache
+def signals(name: str) -> frozenset[str]:
+    """Return the signals that stages and constraints of a recipe request."""
+    rules = eigengraft.load_recipe(name).rules()
+    return frozenset(asking(part for path, rule in rules.items() for part in rule.listeners(path)))
+
+
+def reason_not_run(name: str, track: str = "the track") -> str:
+    """Return a sentence that says why a recipe has no runs on the track, as far as its declaration shows it.
+
+    track: text for the track, such as a link.
+    """
+    run = [other for other in eigengraft.shipped_recipes() if runs(other)]
+    if any(route.match.pair for route in eigengraft.load_recipe(name).routes):
+        return f"Not run on {track}, because its models have no adapters, for which this recipe is made."
+    missing = signals(name) - frozenset[str]().union(*map(signals, run))
+    if missing:
+        named = ", ".join(f"`{signal}`" for signal in sorted(missing))
+        return f"Not run on {track}, because its tasks do not provide the signal {named}."
+    base = shipped()[name].get("base")
+    return f"Not run on {track} so far" + (f"; its base `{base}` was." if base in run else ".")
 
 
 @cache
@@ -125,7 +150,8 @@ def section(name: str, up: str) -> str:
         counted += f" It was not [measured on a card]({up}../gpu.md#steps); measured steps take longer."
     own, now = task_scores(name), track()
     if not own:
-        return f"{counted}\n\nNot run on the [laptop track]({up}../papers/laptop_track/README.md)."
+        reason = reason_not_run(name, f"the [laptop track]({up}../papers/laptop_track/README.md)")
+        return f"{counted}\n\n{reason}"
     rows = []
     for task, one in own.items():
         rule = now.track.tasks[task]

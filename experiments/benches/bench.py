@@ -342,8 +342,9 @@ class Bench(Component, ABC, family="bench"):
 def read_bench(name: str) -> dict[str, Any]:
     """Return the declaration of a bench.
 
-    It is the content of the shipped file `name`.yaml, if there is such a file. Otherwise it is the content of the file
-    `name`, if `name` ends in .yaml or .yml. Otherwise it is the kind `name` without fields.
+    name: name of a shipped bench, else path of a .yaml or .yml file, else a kind, which then has no other fields.
+
+    Raises RecipeError if the file cannot be read, or contains no mapping with a `kind`.
     """
     shipped = Path(__file__).parent / f"{name}.yaml"
     file = shipped if shipped.is_file() else Path(name)
@@ -358,8 +359,9 @@ def read_bench(name: str) -> dict[str, Any]:
 
 
 def load_bench(kind: str, fields: Mapping[str, Any], quick: bool = False, more: Sequence[Any] = ()) -> Bench:
-    """Return the bench called `kind`.
+    """Return a bench.
 
+    kind: name of the bench in its family.
     fields: values of fields of the bench.
     quick: if True, the fields that are not given have the values of the quick run.
     more: further candidates, in addition to those of the bench.
@@ -379,7 +381,11 @@ def load_bench(kind: str, fields: Mapping[str, Any], quick: bool = False, more: 
 
 
 def write_rows(rows: Iterable[Row], path: Path) -> None:
-    """Write one JSON object per line. NaN and infinity, which JSON does not have, become null."""
+    """Write one JSON object per line. NaN and infinity, which JSON does not have, become null.
+
+    rows: the rows, as mappings of columns to values.
+    path: the file, which is replaced if it exists.
+    """
     plain = ({k: finite_or_none(v) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
     write_text(path, "".join(f"{json.dumps(row)}\n" for row in plain))
 

@@ -288,6 +288,8 @@ def saved_factors(path: str) -> dict[str, Tensor]:
 
     Factors are slots of the role `statistic` that are square matrices. Their scale is that of the state, without bias
     correction.
+
+    Raises RecipeError if the path has no such state, or the state has no such factor.
     """
     state = _optimizer_state(path)
     found: dict[tuple[str, int], list[Tensor]] = {}

@@ -89,7 +89,12 @@ SETS: Mapping[str, Callable[..., Shapes]] = {
 
 
 def shape_set(name: str) -> Shapes:
-    """Return the shapes that a name declares, such as "gpt", or "gpt:layers=8" with a value for one dimension."""
+    """Return the shapes that a name declares.
+
+    name: a set of shapes, such as "gpt", or "gpt:layers=8" with a value for one dimension.
+
+    Raises RecipeError if the set or the dimension is unknown, or the value is no whole number above 0.
+    """
     kind, _, given = name.partition(":")
     dimension, _, number = given.partition("=")
     if kind not in SETS:

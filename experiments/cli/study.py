@@ -318,7 +318,11 @@ def _submit(study: Study, directory: Path, cluster: str, jobs: int, workers: int
 
 
 def run_to_end(study: Study, directory: Path, workers: int | None, storage: str | None = None) -> None:
-    """Do the remaining runs of a study and its searches. If runs failed, print them and exit with code 1."""
+    """Do the remaining runs of a study and its searches. If runs failed, print them and exit with code 1.
+
+    workers: number of worker processes. None: one for each core.
+    storage: URL of the database through which workers exchange runs. None: they exchange runs through the directory.
+    """
     from ..reports.records import failure_lines, read_records, read_tuned
     from ..studies.running import available_cores, complete_study
 

@@ -27,6 +27,7 @@ from ..files import replacing
 # The palette of Okabe and Ito, distinct for any color vision, with its lightness adapted to white and to dark paper.
 LIGHT = ("#5b5b5c", "#0072b2", "#d55e00", "#009e73", "#b8609a", "#c98a00", "#3d9cd2", "#8a7d00")
 DARK = ("#b4b4b5", "#4da3e0", "#ff8438", "#2fc79a", "#e29cc8", "#f0b429", "#8fd0f7", "#dccb3c")
+# Markers and dashes distinguish curves without color, such as in print.
 MARKERS = "osD^vPX*"
 DASHES = ("-", (0, (3, 1.6)), (0, (1, 1.2)))
 _RESERVED = {"adamw": 0, "shampoo": 1, "soap_fitted": 2, "muon": 4}
@@ -36,7 +37,8 @@ _HANDLE, CHARACTER = 0.5, 0.075
 _MARGIN = 0.75
 """Width in inches of the parts of a figure beside its axes: labels of the vertical axis, and spaces."""
 _MANY = 100
-"""Number of points of a curve above which its markers are drawn with a white edge, because the line may be noisy."""
+"""Number of points of a curve above which its markers are drawn with a white edge. Curves with so many points are
+mostly training losses, which are noisy. Evaluations are fewer."""
 INK, _RULE = "#3c3c3d", "#d8d8d9"
 _TICKS, _FEWER_TICKS, POWERS = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 5), (1,)
 """First digits of the ticks of a logarithmic axis, for narrow, for wider and for very wide ranges of values."""

@@ -64,6 +64,7 @@ METRICS = {
     "val_loss": Metric("val_loss", "validation loss", 1),
     "val_accuracy": Metric("val_accuracy", "validation accuracy", -1),
 }
+"""Metrics that have a title of their own, by name."""
 
 
 def metric_of(name: str, larger: bool = False) -> Metric:
@@ -560,7 +561,7 @@ def read_records(
 
     Raises ValueError if no run has started, or if an argument names a label that does not exist.
 
-    baseline, only, labels: the arguments of `Report` with these names.
+    baseline, only, labels: the arguments of `Report` with these names, with the same meaning of None.
     """
     manifest = read_object(directory / f"{MANIFEST}.json")
     records = _of_study(manifest, directory) if manifest else _joint(directory)

@@ -297,13 +297,14 @@ def format_number(value: float | None, form: str = ".1f") -> str:
 
 
 def format_ratio(value: float | None, base: float | None) -> str:
-    """Return `value / base` as a factor, an empty text if one is missing."""
+    """Return `value / base` as a factor, an empty text if one is None or 0."""
     return "" if not value or not base else f"{value / base:.2f}\u00d7"
 
 
 def format_rate(rate: float | None, edge: str = "") -> str:
     """Return a learning rate as text, such as "0.01 (largest tried)".
 
+    rate: the rate. None: unknown, for which the text is empty.
     edge: "least" or "largest" if the rate is at that end of the tried rates, else "".
     """
     return "" if rate is None else f"{rate:g}" + (f" ({edge} tried)" if edge else "")

@@ -40,6 +40,7 @@ ClaimMetric = Literal[
 ]
 
 CLAIMS = "claims.yaml"
+"""Name of the file with claims in the folder of a paper."""
 
 
 class CellPair(Component):
@@ -405,7 +406,7 @@ def interval_test(
     and p are None, and the verdict is `undecided`. If a value is not finite, there is no test either. The verdict is
     then `fails` if there are several values and all are outside of the interval, else `undecided`.
 
-    values: value of each seed.
+    values: value of each seed, at least one; without a value, ValueError is raised.
     exact: True if the values are not random. No test is made then, the width is 0, and p is None. Several values that
         are all equal are treated in the same way.
     """

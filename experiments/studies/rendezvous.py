@@ -41,9 +41,10 @@ from .plan import refuse_changed_study
 from .pool import EndPool
 
 HEARTBEAT = 5.0
-"""Seconds between two heartbeats of a worker."""
+"""Seconds between two heartbeats of a worker. Each one writes to the directory or database that all workers share."""
 STALE = 60.0
-"""Seconds without a heartbeat after which a worker counts as dead, if its lock cannot be checked."""
+"""Seconds without a heartbeat after which a worker counts as dead, if its lock cannot be checked. They are 12
+heartbeats, so that a worker on a slow file system or a busy machine does not count as dead."""
 
 
 class Lease(NamedTuple):
@@ -247,7 +248,9 @@ def _is_locked(file: int) -> bool:
 
 
 ATTEMPTS = 3
-"""Number of attempts at a run whose process dies. A run that raised an error is not repeated by the same command."""
+"""Number of attempts at a run whose process dies. It is more than 1, because the reason may be outside of the run,
+and small, because a run that needs too much memory kills its process each time. A run that raised an error is not
+repeated by the same command."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from .run_cost import study_cost
 from .study import Study, load_study
 
 POLL = 0.5
-"""Seconds between two checks of runs that other workers hold."""
+"""Seconds between two checks of runs that other workers hold. A check reads a few small files, and runs take seconds or
+longer."""
 
 
 Kind = Literal["started", "progress", "done", "failed", "died", "elsewhere", "warned"]
@@ -259,6 +260,8 @@ def submit_study(
     jobs: number of jobs.
     workers: number of processes of each job.
     options: `name=value` arguments of `submitit.AutoExecutor.update_parameters`, such as slurm_partition=gpu.
+
+    Raises RecipeError if the study is invalid, submitit is not installed, or submitit refuses the cluster or an option.
     """
     submitit = import_optional("submitit", "--submit")
     pairs = [_option(option) for option in options]

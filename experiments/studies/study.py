@@ -173,6 +173,11 @@ def changed_paths(choices: Mapping[str, Changes]) -> set[str]:
 
 
 def require_known(where: str, noun: str, name: str, known: Iterable[str]) -> None:
+    """Raise ValueError if a name is unknown.
+
+    where, noun: field and kind of the name, for the message.
+    known: all known names.
+    """
     if name not in known:
         near = did_you_mean(name, known, 0.5)
         raise ValueError(f"{where}: unknown {noun} '{name}'{near} (known are {', '.join(known)})")
@@ -449,7 +454,7 @@ def load_study(source: str | Path | Mapping[str, Any] | Study, overrides: Iterab
             to the file.
         overrides: changes of the study as `dotted.path=value`. Several values, as in `lr=0.001,0.01`, are an axis. With
             an axis, or with an override of a field of studies, such as `seeds=0,1`, the file may also be an experiment
-            file. The experiment then becomes the base of the study.
+            file. The experiment then becomes the base of the study. None: no changes.
 
     Returns:
         The validated study.

@@ -57,9 +57,13 @@ class _Pair(NamedTuple):
 
 
 class Batch(_Pair):
-    """Inputs [B, ...] of the model, and targets [B, ...] that the loss compares with its outputs.
+    """A batch of B rows.
 
-    Targets are integer classes if the task uses the loss of the base class. Raises TypeError for values that are no
+    inputs: `[B, ...]`, inputs of the model.
+    targets: `[B, ...]`, values that the loss compares with the outputs of the model. They are integer classes if the
+        task uses the loss of the base class.
+
+    Raises TypeError for values that are no
     tensors, and ValueError for different numbers of rows.
     """
 
@@ -118,6 +122,7 @@ def _require_batch(task: Task, name: str, method: str, batch: object) -> Batch:
 def data_fault(batch: Batch, rows: Sequence[int] | None = None, source: str = "training data") -> str:
     """Return a text that names the rows of a batch with numbers that are not finite; empty if all are finite.
 
+    batch: the batch. Integers are always finite.
     rows: position of each row of the batch in the data; None: unknown.
     source: name of the data for readers.
     """
@@ -132,7 +137,9 @@ def data_fault(batch: Batch, rows: Sequence[int] | None = None, source: str = "t
 def label_fault(batch: Batch, rows: Sequence[int] | None = None, source: str = "training data", *, classes: int) -> str:
     """Return a text that names the rows of a batch whose class has no output of the model; empty if there are none.
 
-    rows, source: as in `data_fault`.
+    batch: the batch, with integer classes as targets.
+    rows: position of each row of the batch in the data; None: unknown.
+    source: name of the data for readers.
     classes: number of classes of the model.
     """
     wrong = ((batch.targets < 0) | (batch.targets >= classes)) & (batch.targets != IGNORED_CLASS)
@@ -553,6 +560,9 @@ class Task(Component, family="task"):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over targets. The default is the cross-entropy, in nats, of logits [B, ..., C] and
         classes [B, ...].
+
+        The default raises ValueError if the targets are no classes of these shapes, and LabelError if a class is out of
+        range.
         """
         if targets.dtype not in _CLASSES or outputs.shape[:-1] != targets.shape:
             raise ValueError(
@@ -646,6 +656,7 @@ def number_classes(lowest: int) -> str:
 def validation_fault(dataset: Dataset, fault: Callable[[Batch, Sequence[int], str], str] = data_fault) -> str:
     """Return a text that names the first validation batch with a fault; empty if there is none.
 
+    dataset: the data, whose validation batches are checked in order.
     fault: function that finds the fault of a batch, with the arguments of `data_fault`. The default finds numbers that
         are not finite.
     """
@@ -659,8 +670,9 @@ def validation_fault(dataset: Dataset, fault: Callable[[Batch, Sequence[int], st
 
 
 def generator(*key: int) -> np.random.Generator:
-    """Return a random generator that depends on `key` (non-negative integers) alone. Different keys give independent
-    numbers.
+    """Return a random generator that depends on its key alone. Different keys give independent numbers.
+
+    key: one or more non-negative integers.
     """
     return np.random.default_rng(key)
 
@@ -690,7 +702,10 @@ class GradientPass:
     precision: Autocast | None = None
 
     def backward(self, module: nn.Module, batch: Batch, weight: float) -> Tensor:
-        """Add the gradient of weight * (mean loss of a batch) to the gradients of the module; return this product."""
+        """Add the gradient of weight * (mean loss of a batch) to the gradients of the module; return this product.
+
+        Raises ValueError if the batch has fewer rows than the number of parts into which it is split.
+        """
         rows, targets = len(batch.inputs), batch.targets.numel()
         if rows < self.parts:
             raise ValueError(

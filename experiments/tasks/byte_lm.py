@@ -22,6 +22,7 @@ from .base import IN_LIBRARY, IN_PACKAGE, Batch, Dataset, Fingerprint, Task, gen
 from .models import GPT, HeadCount, Init, initialized
 
 SYMBOLS = 256
+"""Number of classes of a prediction: the values of a byte."""
 
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
@@ -135,7 +136,10 @@ def library_folder() -> Path:
 
 
 def standard_library_files() -> list[Path]:
-    """Return the .py files of the standard library, in an order that depends on their names alone."""
+    """Return the .py files of the standard library, in an order that depends on their names alone.
+
+    Raises ValueError if Python was installed without its sources.
+    """
     root = library_folder()
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}

@@ -24,6 +24,7 @@ from .base import Batch, Dataset, Examples, Fingerprint, Task, generator
 from .models import Init, cnn, initialized, mlp
 
 CLASSES = 10
+"""Number of classes of every shipped data set of images."""
 
 
 class ImageClassifier(Task, ABC):
@@ -132,6 +133,7 @@ def _packaged(kind: str, module: str, package: str, file: str) -> NDArray[Any]:
 
 
 DEBIAN_FOLDER = "/usr/share/datasets/fashion-mnist"
+"""Folder into which Debian's package dataset-fashion-mnist puts the files."""
 
 
 class FashionMNIST(LargeImageClassifier):

@@ -92,9 +92,12 @@ gpt2: GPT-2 small, without a head.
 
 
 def parameters_of(model: str) -> Sequence[tuple[str, tuple[int, ...]] | ParamInfo]:
-    """Return the trainable parameters of a model given by a file, the name of a published model, or a task.
+    """Return the trainable parameters of a model.
 
-    Parameters of a task come with the types and roles of their modules, by which the routes of a recipe select them.
+    model: a .json or .yaml file as in `read_shapes`, the name of a published model, or the kind of a task. Parameters
+        of a task come with the types and roles of their modules, by which the routes of a recipe select them.
+
+    Raises RecipeError if the name is unknown, or the file is invalid.
     """
     if Path(model).suffix in (".json", ".yaml", ".yml"):
         return read_shapes(Path(model))
@@ -114,7 +117,10 @@ def parameters_of(model: str) -> Sequence[tuple[str, tuple[int, ...]] | ParamInf
 
 
 def read_shapes(path: Path) -> Sequence[tuple[str, tuple[int, ...]]]:
-    """Return names and shapes from a YAML or JSON file: {name: [8, 4]} or {name: 8x4}, or a list of [name, [8, 4]]."""
+    """Return names and shapes from a YAML or JSON file: {name: [8, 4]} or {name: 8x4}, or a list of [name, [8, 4]].
+
+    Raises RecipeError if the file cannot be read, has no entries or two of one name, or an entry has another form.
+    """
     data = read_yaml(path)
     rows = list(data.items()) if isinstance(data, Mapping) else data
     if not isinstance(rows, list) or not rows:

@@ -43,7 +43,10 @@ class Attention(nn.Module):
         self.mix = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """Return the attention of x to itself or, if given, to `memory` [B, S, width], the outputs of an encoder."""
+        """Return the attention of x [B, T, width] to other positions.
+
+        memory: outputs of an encoder [B, S, width], to which x attends. None: x attends to itself.
+        """
         seen = x if memory is None else memory
         query, key, value = (
             layer(given).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, heads, T, d]
@@ -67,7 +70,10 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """Return the outputs for x. In a block with memory, `memory` [B, S, width] are the outputs of an encoder."""
+        """Return the outputs for x [B, T, width].
+
+        memory: outputs of an encoder [B, S, width], in a block with memory. None: x attends only to itself.
+        """
         x = x + self.attention(self.attention_norm(x))
         if memory is not None:
             x = x + self.memory_attention(self.memory_norm(x), memory)

@@ -343,6 +343,8 @@ def worse_than_at_first(
 ) -> str:
     """Return a sentence about a loss that ended above WORSE times its first value, else an empty text.
 
+    The text is also empty if one of the losses is None, that is unknown.
+
     first: loss of the first step.
     last: loss of the last row of metrics.
     usual: median of several losses at the end of the run. It must exceed the limit too, so that a single spike does not

@@ -214,8 +214,9 @@ def load_experiment(
     Args:
         source: path of a YAML file or of a run's directory, a mapping of fields, or an experiment. Paths in a file
             (`recipe`, `imports`, `task.path`) are relative to the file.
-        overrides: changes as `dotted.path=value`. Paths of files in them are relative to the working directory.
-        imports: further files or modules that define components.
+        overrides: changes as `dotted.path=value`. Paths of files in them are relative to the working directory. None:
+            no changes.
+        imports: further files or modules that define components. None: only those of the experiment.
 
     Returns:
         The validated experiment.
@@ -262,7 +263,10 @@ def with_overrides(source: str | Path, overrides: Sequence[str]) -> str:
 
 
 def read_experiment(path: Path) -> dict[str, Any]:
-    """Return the mapping in an experiment file. Paths of files in it are resolved against the folder of the file."""
+    """Return the mapping in an experiment file. Paths of files in it are resolved against the folder of the file.
+
+    Raises RecipeError if there is no such file, or if it is a study or contains no mapping.
+    """
     if path.is_dir():
         raise RecipeError(
             f"experiment: the directory '{path}' has no run, because it has no config.json; give an experiment file or "

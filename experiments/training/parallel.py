@@ -58,6 +58,8 @@ class Ranks:
         Rank r of R has the rows floor(r B / R) to floor((r + 1) B / R) - 1, with n_r of the n targets of the batch. Its
         weight is R n_r / n, so that the mean over ranks of the weighted gradients is the gradient of the mean over the
         batch.
+
+        Raises RecipeError if the batch has fewer rows than there are ranks.
         """
         rows = len(batch.inputs)
         if rows < self.size:
@@ -285,6 +287,8 @@ def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.devic
     name: kind of device, such as cpu or cuda. With cuda each process has its own device.
     local_rank: number of the process among the processes of the run on this machine.
     local_size: number of these processes.
+
+    Raises RecipeError if the machine has no such device, or several processes would share a numbered one.
     """
     device = torch.device(name)
     if device.type != "cuda":

@@ -159,7 +159,7 @@ class RunDirectory:
         return dict(sorted((int(path.name.rpartition("-")[2]), path) for path in paths))
 
     def keep_checkpoints(self, steps: Collection[int | None]) -> None:
-        """Remove all checkpoints except those of `steps`."""
+        """Remove all checkpoints except those of `steps`. A None among them is ignored."""
         for step, path in self.checkpoints().items():
             if step not in steps:
                 # The folder is renamed first, so that a kill during the removal leaves no incomplete checkpoint.
@@ -169,6 +169,8 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Keep other processes from training in this directory during the block. The lock of a process that dies is
         released.
+
+        Raises RecipeError if another process trains in the directory.
         """
         with writing(self.path / "lock"):
             lock = (self.path / "lock").open("w", encoding="utf-8")
@@ -208,6 +210,8 @@ def save_checkpoint(
 
     notes: state of the run without the states of model and optimizer.
     branch: step whose checkpoint is never removed. None: there is no such step.
+
+    Raises OSError if the checkpoint cannot be written.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save as write
@@ -250,6 +254,8 @@ def load_checkpoint(
     All ranks must call this. The checkpoint may be of one process or of several. Rows of metrics and
     diagnostics, and the record of a fault (fault.json), are dropped if they are of later steps than the checkpoint.
     Without a checkpoint, all are dropped.
+
+    Raises RecipeError if the checkpoint cannot be read.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

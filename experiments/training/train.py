@@ -161,7 +161,11 @@ class Trainer:
     def run(
         self, progress: Callable[[Tick], None] | None, require: Callable[[Mapping[str, Any]], None] | None = None
     ) -> Result:
-        """Train from the last checkpoint, or from the start, to the end, and return the result. See `train`."""
+        """Train from the last checkpoint, or from the start, to the end, and return the result. See `train`.
+
+        progress: function that is called after each step. None: no function is called.
+        require: function that refuses the notes of a checkpoint by an error. None: every checkpoint is accepted.
+        """
         self._continue(require)
         with self._recorded_errors(self.step + 1):
             self.callbacks.start()

@@ -137,16 +137,20 @@ def _hint(column: str, value: str, known: Sequence[str]) -> str:
 
 
 COLUMNS = ("parameter", "block", "stage", "slot", "measure", "value")
+"""Columns of a printed table, and keys of `Inspection.columns`, in order."""
 
 
 @dataclass(frozen=True)
 class Inspection(Sequence[Measurement]):
-    """A read-only table of measurements. `print(table)` aligns columns; `table.columns()` fits `pandas.DataFrame`."""
+    """A read-only table of measurements. `print(table)` aligns columns; `table.columns()` fits `pandas.DataFrame`.
+
+    rows: the measurements, one for each row.
+    judged: True for the table that `worst` returns. Printed rows then have the usual range of their measure, and a mark
+        if the value is outside of it.
+    """
 
     rows: tuple[Measurement, ...] = ()
     judged: bool = field(default=False, kw_only=True)
-    """True for the table that `worst` returns. Printed rows then have the usual range of their measure, and a mark if
-    the value is outside of it."""
 
     @classmethod
     def joined(cls, rows: Iterable[Measurement]) -> Self:
@@ -177,7 +181,7 @@ class Inspection(Sequence[Measurement]):
         slot: str | None = None,
         measure: str | None = None,
     ) -> Self:
-        """Return the rows that match every argument that is given.
+        """Return the rows that match every argument that is not None.
 
         Args:
             parameter: name of the parameter.

@@ -44,6 +44,10 @@ class LayerGrams(GradientSums):
 
     If the gradients of parameters are scaled after the backward, and the rows of X are gradients, X^T X is multiplied
     by the square of the same factor.
+
+    optimizer: the optimizer of the model's parameters, made from a recipe.
+    model: the model at whose layers hooks are registered.
+    name: the signal: `activation_gram` for inputs, `output_gradient_gram` for gradients of outputs.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, name: str) -> None:

@@ -183,6 +183,8 @@ class Release:
 
         Parameters are updated in units (`_Unit`). A unit whose gradients are all complete waits until the gradients of
         all waiting units have 1 / `parts` of the bytes of all gradients. Then the waiting units are updated.
+
+        Raises RuntimeError if the gradient of the parameter was already complete in this step.
         """
         optimizer = self._optimizer()
         if optimizer is None or self._accumulates:

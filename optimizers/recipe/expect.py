@@ -14,6 +14,7 @@ from eigengraft.errors import RecipeError, did_you_mean, name_some
 
 from .routing import ParamInfo
 
+# An expectation, such as ">= 90% of parameters".
 PATTERN = r"^(>=|<=|==|>|<) (\d+(\.\d+)?)(% of)? (parameters|tensors)$"
 _COMPARED: Mapping[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,

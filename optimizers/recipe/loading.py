@@ -86,6 +86,8 @@ def raw_recipe(source: Any, folder: Path | None = None, derived: tuple[str, ...]
     source: the recipe in any form that `load_recipe` accepts.
     folder: folder to which the path of a file is relative; None means the working directory.
     derived: names of the recipes whose `base` leads to this one, in order, to detect cycles.
+
+    Raises RecipeError if the source has another form, a name or file is unknown, or bases form a cycle.
     """
     if isinstance(source, Recipe):
         return source.model_dump(mode="json")
@@ -349,6 +351,8 @@ def write_yaml(data: Any, unicode: bool = True, inline: bool = False) -> str:
 
     unicode: False to escape all characters beyond ASCII.
     inline: True to write a mapping or list on one line if it contains no other one, such as `{name: soap, lr: 0.016}`.
+
+    Raises RecipeError if ruamel.yaml is not installed.
     """
     try:
         from ruamel.yaml import YAML

@@ -57,7 +57,10 @@ def apply_overrides(
 def override_pairs(overrides: Overrides, parse: Callable[[str], Any] = json_value) -> list[tuple[str, Any]]:
     """Return (dotted path, value) of every override. For a removal the path begins with ~ and the value is None.
 
+    overrides: a mapping {path: value}, texts `path=value` or `~path`, or one such text. None: no overrides.
     parse: function that converts the text after "=" into a value.
+
+    Raises RecipeError if an override has another form.
     """
     if overrides is None:
         return []

@@ -419,7 +419,10 @@ class Recipe(UpdateRule):
         return self.needs_total_steps() if self.total_steps is None else None
 
     def for_run(self, steps: int) -> Recipe:
-        """Return the recipe for a run of `steps` steps: with `total_steps` if it depends on the length of the run."""
+        """Return the recipe for a run of `steps` steps: with `total_steps` if it depends on the length of the run.
+
+        Raises ValueError if `steps` is no positive integer.
+        """
         given: object = plain(steps)
         if type(given) is not int or given < 1:
             raise ValueError(f"steps: a positive integer is required, the number of steps of the run, got {given!r}")

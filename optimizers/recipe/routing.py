@@ -147,7 +147,10 @@ class DescribedParameters:
 
     @classmethod
     def of(cls, params: Iterable[Any] | DescribedParameters) -> Self:
-        """Describe every named parameter that has no description yet. Names in descriptions are canonical."""
+        """Describe every named parameter that has no description yet. Names in descriptions are canonical.
+
+        Raises TypeError for a module or a recipe in place of parameters.
+        """
         if isinstance(params, nn.Module):
             raise TypeError("params: got a module in place of parameters; use eigengraft.compose(recipe, model)")
         if _is_recipe(params):

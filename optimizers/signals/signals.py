@@ -324,6 +324,7 @@ OWN = PER_STACK | PARTNER | {"parameter", "step_fraction", "gradient_norm"}
 class Signals:
     """The signals of an optimizer, from `provide` to the step that uses them.
 
+    recipe: the recipe, with `total_steps` if it depends on the length of the run; otherwise ValueError is raised.
     asking: {name of the signal: path of the first stage or constraint that requests it}, for the whole recipe.
     asked: {path of an update rule: mapping like `asking`, for the signals that this rule requests}.
     somewhere: {name of the signal: path of the constraint}, for constraints that require a signal for at least one
@@ -416,6 +417,13 @@ class Signals:
         """Store a value of a signal for the next step, or a function that returns a value in every step.
 
         Return True if a stage or constraint requests the signal.
+
+        name: name of a signal that may be provided.
+        value: a number, for a signal of a step; a mapping {parameter: value} for all others; or a function.
+        parameters: all parameters of the optimizer.
+
+        Raises ValueError if the name is unknown or that of a signal that the optimizer computes itself, or if the value
+        has the wrong form.
         """
         signal = known_signals().get(name)
         if signal is None or name in OWN:

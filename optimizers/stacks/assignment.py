@@ -402,6 +402,8 @@ class Assignments:
         index: index of the param group in the optimizer.
         infos: for each parameter, its name, its shape and the facts by which the recipe chooses its update.
         frozen: for each parameter, True if it counts as frozen. None: parameters with `requires_grad=False` are frozen.
+
+        Raises ValueError, with the name of the parameter, if its update does not accept it.
         """
         frozen, specs = [not p.requires_grad for p in parameters] if frozen is None else frozen, list[ParamSpec]()
         for number, (parameter, info, is_frozen) in enumerate(zip(parameters, infos, frozen, strict=True)):

@@ -79,7 +79,7 @@ class Execution:
         """Return the directions of all active blocks of a stack, `[n, *block]`.
 
         numbers: numbers that a CUDA graph reads, if a graph captures the step. A traced program then computes the
-            directions.
+            directions. None: no graph captures the step.
         """
         return step.by_stages()
 

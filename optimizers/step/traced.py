@@ -66,7 +66,10 @@ class ScheduledNumbers:
 
     @classmethod
     def of(cls, update: UpdateRule, total_steps: int | None) -> ScheduledNumbers:
-        """Return the scheduled numbers of an update."""
+        """Return the scheduled numbers of an update.
+
+        total_steps: number of steps of the run. None: unknown, if no schedule depends on it.
+        """
         of_numbers: list[Schedule] = []
         _with_numbers(update, of_numbers.append)
         return cls(tuple(of_numbers), total_steps if of_numbers else None)

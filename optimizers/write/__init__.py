@@ -1,7 +1,6 @@
 """The write of an update into a parameter: weight decay, constraints, averaging, and steps that call closures again."""
 
 from .averaging import EMA as EMA
-from .averaging import LAWA as LAWA
 from .averaging import Averaging as Averaging
 from .averaging import IterateBatch as IterateBatch
 from .averaging import PrimalAveraging as PrimalAveraging
@@ -18,16 +17,17 @@ from .constraints import Polar as Polar
 from .constraints import QKClip as QKClip
 from .constraints import Slots as Slots
 from .constraints import Tensors as Tensors
+from .contrib.averaging import LAWA as LAWA
 from .contrib.averaging import Anchored as Anchored
 from .contrib.averaging import EMANesterov as EMANesterov
 from .contrib.constraints import LateDecay as LateDecay
 from .contrib.constraints import RadialBrake as RadialBrake
 from .contrib.constraints import RadiusPin as RadiusPin
 from .contrib.constraints import RowFloor as RowFloor
+from .contrib.weight_decay import CautiousDecay as CautiousDecay
 from .iterate_store import IterateStore as IterateStore
 from .rounding import Rounding as Rounding
 from .write import L2 as L2
-from .write import CautiousDecay as CautiousDecay
 from .write import Corrected as Corrected
 from .write import Decoupled as Decoupled
 from .write import Independent as Independent

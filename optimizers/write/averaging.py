@@ -1,6 +1,6 @@
 """Averaging of iterates: the contract, averages that do not affect training, and averages that do.
 
-With `EMA` and `LAWA`, training is the same as without averaging, and evaluation uses the average. `ScheduleFree` and
+With `EMA`, training is the same as without averaging, and evaluation uses the average. `ScheduleFree` and
 `PrimalAveraging` take gradients at y, between the base iterate z and its average x:
 
     y = mu_y x + (1 - mu_y) z      the parameter in training: gradients are taken here
@@ -124,13 +124,13 @@ class Averaging(Component, ABC, family="averaging"):
         return batch.parameters
 
     @abstractmethod
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-        """Apply `update` to the base iterates, and recompute all other stored iterates.
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
+        """Apply `write` to the base iterates, and recompute all other stored iterates.
 
-        Every step calls this method. Without an averaging, a step applies `update` to the parameters.
+        Every step calls this method. Without an averaging, a step applies `write` to the parameters.
 
-        update: function that changes n tensors in place by weight decay, update and constraints, as
-            `update(batch.parameters)`.
+        write: function that changes n tensors in place by weight decay, update and constraints, as
+            `write(batch.parameters)`.
         """
 
     @abstractmethod
@@ -148,6 +148,8 @@ def blend(
 ) -> None:
     """Change n targets in place:  target <- target + weight (value - target).  For weight 1 the result equals value.
 
+    targets: n tensors, which are changed in place.
+    values: n tensors of the same shapes, in any dtype.
     weights: n numbers. All targets with equal weights are changed by one kernel.
     mask: n 0-d booleans, False for targets that do not change. None: all targets change.
     """
@@ -289,11 +291,11 @@ class EMA(Averaging):
         """Return W for each parameter: the parameter itself, or the evaluated iterate of the inner averaging."""
         return batch.parameters if self.inner is None else self.inner.evaluated(batch)
 
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
         if self.inner is None:
-            update(batch.parameters)
+            write(batch.parameters)
         else:
-            self.inner.step(batch, update)
+            self.inner.step(batch, write)
         due = batch.slice_rows(pushed(batch, self.every, self.start))
         if not due.parameters:
             return
@@ -321,49 +323,6 @@ class EMA(Averaging):
         for index, mean in zip(begun, means, strict=True):
             values[index] = mean
         return values
-
-
-class LAWA(Averaging):
-    """After every nu = `every` updates, W enters a queue of the last K = `window` copies of W; evaluated: their mean.
-
-    Latest weight averaging of the parameter W (Kaddour 2022; Ajroldi, Orvieto & Geiping 2025, section 2). Before
-    `start` the parameter itself is evaluated. A horizon nu K of about 1% of all updates is a good choice.
-    """
-
-    kind: Literal["lawa"] = "lawa"
-    window: int = Field(
-        default=5, ge=1, description="number K of iterates in the queue; each takes a parameter's memory"
-    )
-    every: int = Field(default=1, ge=1, description="number nu of updates from one iterate in the queue to the next")
-    start: int | None = Field(
-        default=None,
-        ge=1,
-        description="number of the update after which the first iterate enters the queue; default: nu",
-    )
-
-    def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
-        return {"queue": Slot((self.window, *shape), role="iterate")}
-
-    def state_meaning(self) -> Mapping[str, Any]:
-        return {"every": self.every, "start": self.start}
-
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-        update(batch.parameters)
-        due = batch.slice_rows(pushed(batch, self.every, self.start))
-        places = (pushes(due.steps, self.every, self.start) - 1) % self.window
-        targets = [queue[place] for queue, place in zip(due.slots["queue"], places.tolist(), strict=True)]
-        blend(targets, due.parameters, [1.0] * len(targets), due.mask)
-
-    def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
-        counts = np.minimum(pushes(batch.steps, self.every, self.start), self.window).tolist()
-        queues = batch.slots["queue"]
-        # summed in a fixed order: `mean` adds in an order that depends on the shape, which differs between shards
-        sums = copies([queue[0] for queue in queues], queues[0].dtype)
-        for place in range(1, max(counts)):
-            more = [at for at, count in enumerate(counts) if count > place]
-            torch._foreach_add_([sums[at] for at in more], [queues[at][place] for at in more])
-        torch._foreach_div_(sums, [max(count, 1.0) for count in counts])
-        return [total if count else x for x, total, count in zip(batch.parameters, sums, counts, strict=True)]
 
 
 Decay = Literal["z", "y", "z_apart"]
@@ -413,23 +372,23 @@ class BaseAndAverage(Averaging, ABC):
     def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
         return batch.y if self.mu_and_decay[1] == "y" else batch.slots["z"]
 
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
         y, z, mixing = batch.y, batch.slots["z"], self.mixing(batch)
         mu, decay_at = self.mu_and_decay
         if decay_at == "z_apart":
-            update = update.decay(z)
+            write = write.decay(z)
         elif decay_at == "y":
-            update = update.decayed_at(y)
+            write = write.decayed_at(y)
         if isinstance(mixing, Tensor):
-            self._step_on_device(batch, update, mixing)
+            self._step_on_device(batch, write, mixing)
         else:
             old = copies(z, z[0].dtype)
-            update(z)
+            write(z)
             blend(y, old, mixing, batch.mask)
             accumulate(y, torch._foreach_sub(list(z), old), [1 - mu * (1 - c) for c in mixing])
         batch.show_y()
 
-    def _step_on_device(self, batch: IterateBatch, update: ParameterUpdate, mixing: Tensor) -> None:
+    def _step_on_device(self, batch: IterateBatch, write: ParameterUpdate, mixing: Tensor) -> None:
         """Do the same as `step` if the weights of the average are on a device, so that the host does not read them.
 
         mixing: `[n]`, the weight c of the new base iterate z in the average x, as the method `mixing` returns it.
@@ -437,7 +396,7 @@ class BaseAndAverage(Averaging, ABC):
         y, z, dtype = batch.y, batch.slots["z"], batch.y[0].dtype
         c, left = mixing.to(dtype), (mixing * self.mu_and_decay[0] + (1 - self.mu_and_decay[0])).to(dtype)
         old = stacked_copies(z)
-        update(z)
+        write(z)
         blended = over_stacks(torch.lerp, y, old, c)
         torch._foreach_sub_(old, list(z))  # -D
         put(y, over_stacks(lambda x, d, weight: x.sub_(d.mul_(weight)), blended, old, left), batch.mask)

@@ -121,7 +121,7 @@ class Independent(WeightDecay):
     """alpha = rate / peak_lr  in  W <- W - lr alpha W - lr U (independent weight decay, Wortsman et al. 2023).
 
     In a step the parameter W shrinks by the fraction rate lr / peak_lr. At the peak of the schedule this is `rate`,
-    for any `peak_lr`.
+    for any `peak_lr`. It is the decay `INDEPENDENT` of Distributed Shampoo.
     """
 
     kind: Literal["independent"] = "independent"
@@ -129,19 +129,6 @@ class Independent(WeightDecay):
 
     def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
         return rate / nonzero_peak(lr, peak_lr)
-
-
-class CautiousDecay(WeightDecay):
-    """alpha = rate on entries with U W > 0, 0 elsewhere,  in  W <- W - lr alpha W - lr U.
-
-    This is cautious weight decay (Chen et al. 2025).
-    """
-
-    kind: Literal["cautious"] = "cautious"
-    cautious: ClassVar[bool] = True
-
-    def alpha(self, rate: float, lr: float | Tensor, peak_lr: float) -> float | Tensor:
-        return rate
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from eigengraft.blocking.blocks import matrix_shape
 from eigengraft.numerics import block_norm, per_block, safe_ratio
 from eigengraft.signals import Request
-from eigengraft.slots import Slot, State
+from eigengraft.slots import State
 from eigengraft.step_context import StepContext
 
 from ..base import Stage, Traits
@@ -158,37 +157,3 @@ class ClipNorm(Stage):
             return direction * (self.max_norm / norm.clamp_min(self.max_norm)).to(direction.dtype)
         norm = norm_over(direction, self.per, context)
         return direction / per_block((norm / self.max_norm).clamp_min_(1.0), direction)
-
-
-class ClipRunningNorm(Stage):
-    """c = min(1, factor m / ||d||);  m <- m + w (||c d|| - m),  w = max(1 - beta, 1 / t);  c d
-
-    d is the direction, t the step, and m a running mean of the norms of clipped directions, for each block or each
-    parameter. In the first `start` steps, and while m = 0, c is 1. AdaGC (Wang et al. 2025, arXiv:2502.11034) clips by
-    the norm of the whole model in the first steps instead, and then starts with m as the smallest norm of these steps.
-
-    The stage keeps state. Therefore the stages after it receive the clipped direction, but the unclipped gradient. To
-    clip both, use `{kind: transform, before: clip_running_norm, inner: [momentum, rms]}`.
-    """
-
-    kind: Literal["clip_running_norm"] = "clip_running_norm"
-    factor: float = Field(default=1.05, gt=0, description="the largest norm that passes unchanged, in units of m")
-    beta: float = Field(default=0.98, ge=0, lt=1, description="decay of the mean norm, per step")
-    start: int = Field(default=100, ge=1, description="number of first steps, which are not clipped")
-    per: Literal["block", "parameter"] = Field(default="parameter", description="entries over which norms are computed")
-
-    def traits(self, block: tuple[int, ...]) -> Traits:
-        return Traits(sums=self.per == "parameter")
-
-    def slots(self, block: tuple[int, ...]) -> Mapping[str, Slot]:
-        return {"norm": Slot((), role="count")}
-
-    def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
-        norm, known = norm_over(direction, self.per, context), state["norm"]
-        free = context.per_block(lambda step: (step <= self.start).to(step.dtype), norm)
-        weight = context.per_block(lambda step: (1 / step).clamp_min(1 - self.beta), norm)
-        shrink = safe_ratio(self.factor * known, norm).clamp_max_(1.0)
-        shrink = torch.where((known > 0) & (norm > 0), shrink, torch.ones_like(shrink))
-        shrink = shrink + free * (1 - shrink)
-        state["norm"] = known + weight * (norm * shrink - known)
-        return direction * per_block(shrink, direction)

@@ -222,7 +222,7 @@ def quad_terms(factors: Factors, h: Tensor, v: Tensor | None) -> tuple[Tensor, T
     overflow. For a diagonal factor only their diagonals `[N, d]` are computed.
 
     h: the damped gradient.
-    v: not used, because this form needs no probe.
+    v: not used, because this form needs no probe; may be None.
     """
     a = mode_products(mode_products(h, factors), factors)
     size = peak_of(a).clamp_min(1.0)
@@ -248,3 +248,4 @@ FACTOR_STEPS = {
     "triangular": FactorStep(triangular_terms, triangular_move, probed=True),
     "quad": FactorStep(quad_terms, quad_move, probed=False),
 }
+"""The step of the factors by the form of the factors, a field of `PSGD`."""

@@ -90,7 +90,10 @@ def mean_eigenvalue(factor: Tensor) -> Tensor:
 
 
 def has_data(factor: Tensor) -> Tensor:
-    """Return bool `[N]`, True where a factor is not zero, so that the statistic has observed a gradient."""
+    """Return bool `[N]`, True where a factor is not zero, so that the statistic has observed a gradient.
+
+    factor: factors of N blocks, `[N, d, d]` or `[N, d]`.
+    """
     return factor.flatten(1).any(-1)
 
 
@@ -397,6 +400,8 @@ class Statistic(Schedulable, ABC, family="statistic"):
 
         The default has a slot "factor.<axis>" for each axis: `[d, d]`, or `[d]` for a diagonal. With `slow` each axis
         has a slot "slow.<axis>" of the same shape, too.
+
+        Raises ValueError if the statistic refuses blocks of this shape.
         """
         slots = dict[str, Slot]()
         for axis in axes:

@@ -122,8 +122,11 @@ NORMAL_FLOAT: Levels = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
+"""The 16 levels of NF4 (Dettmers et al. 2023, arXiv:2305.14314): quantiles of a normal distribution, and an exact 0."""
 SYMMETRIC_INTEGER: Levels = tuple(k / 7 for k in range(-7, 8))
+"""The 15 levels k / 7 with k = -7 to 7, which are symmetric about 0."""
 UNSIGNED: Levels = tuple((j + 1) / 16 for j in range(16))
+"""The 16 levels (j + 1) / 16 for numbers above 0, without a level 0."""
 
 
 @dataclass(frozen=True)

@@ -583,7 +583,7 @@ _UNKNOWN_KIND: Final = "unknown_kind"
 
 
 def is_unknown_kind(error: BaseException | None) -> bool:
-    """Return True if an error, or an error that led to it, is about an unknown kind."""
+    """Return True if an error, or an error that led to it, is about an unknown kind. Return False for None."""
     if isinstance(error, ValidationError) and any(fault["type"] == _UNKNOWN_KIND for fault in error.errors()):
         return True
     return error is not None and is_unknown_kind(error.__cause__ or error.__context__)

@@ -98,6 +98,8 @@ def read_schedule(value: Any) -> Schedule | None:
     """Return the schedule that a declaration stands for, or None if the declaration is not a schedule.
 
     value: a segment, a mapping with the key `from`, or a non-empty list of segments and such mappings.
+
+    Raises ValueError if a mapping with the key `from` is no valid segment.
     """
     parts: Sequence[Any] = value if isinstance(value, (list, tuple)) else (value,)
     if not parts or not all(isinstance(x, Segment) or (isinstance(x, Mapping) and "from" in x) for x in parts):

@@ -197,6 +197,8 @@ class StepContext:
 
         Only `apply` may call this method, and only if the traits of the stage say `Traits(sums=True)`. The number of
         calls must be the same in every step.
+
+        Raises ContractError without these traits.
         """
         if self.sums is None:
             raise ContractError(

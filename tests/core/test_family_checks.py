@@ -655,9 +655,9 @@ class WrongAveraging(Averaging):
         own = (shape[0],) if self.fault == "rows" else (4, 3) if self.fault == "one shape" else shape
         return {"mean": Slot(own) if self.fault == "no role" else Slot(own, role="iterate")}
 
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
         for _ in range({"no update": 0, "twice": 2}.get(self.fault, 1)):
-            update(batch.parameters)
+            write(batch.parameters)
         AFTER.get(self.fault, lambda b: blended(b, ages(b)))(batch)
 
     def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:

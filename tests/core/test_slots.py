@@ -59,8 +59,13 @@ OTHERS = {
 
 
 def test_state_keys_are_spelled_in_one_place() -> None:
-    rooms = ("eigengraft.optimizers.", "eigengraft.preconditioners.", "eigengraft.quantization.", "eigengraft.testing.")
-    texts = {name: path.read_text() for name, path in sources().items() if name.startswith(rooms) or name in OTHERS}
+    packages = (
+        "eigengraft.optimizers.",
+        "eigengraft.preconditioners.",
+        "eigengraft.quantization.",
+        "eigengraft.testing.",
+    )
+    texts = {name: path.read_text() for name, path in sources().items() if name.startswith(packages) or name in OTHERS}
     assert [name for name, text in texts.items() if SPELLED.search(text) and name not in OTHERS] == []
     assert all(SPELLED.search(texts[name]) for name in OTHERS)
 

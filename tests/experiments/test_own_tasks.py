@@ -330,7 +330,7 @@ def test_inputs_that_are_all_equal_are_the_cause_of_equal_batches(
         return data
 
     monkeypatch.setattr(Net, "load", changed)
-    with refused(LawError, "task.net", "inputs", "the cause is not the seed", *says):
+    with refused(LawError, "task.net", "inputs", "seed", *says):
         check_task(Net())
 
 
@@ -355,13 +355,13 @@ def test_check_task_notes_columns_that_are_not_normalized(
 
 
 def test_a_number_that_is_not_finite_breaks_no_law_of_equal_batches() -> None:
-    with refused(LawError, "batch(0, 7)", "step 8 of a run", "row 1 of 8", "the data are finite") as caught:
+    with refused(LawError, "batch(0, 7)", "step 8", "row 1 of 8", "[broken law: the data are finite]") as caught:
         check_task(Net(fault="nan"))
     assert str(caught.value).count("[broken law") == 1
 
 
 def test_a_parameter_that_the_loss_does_not_use_breaks_a_law() -> None:
-    with refused(LawError, "the loss does not depend on scale"):
+    with refused(LawError, "task.net", "scale"):
         check_task(Net(fault="unused"))
 
 
@@ -387,9 +387,9 @@ class Rows(Task):
 
 def test_a_missing_file_is_named_with_its_field_and_a_similar_file(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("1")
-    with refused(TaskError, "task.path", "did you mean", "table.csv"):
+    with refused(TaskError, "task.path", "tabel.csv", "table.csv"):
         Rows(path=str(tmp_path / "tabel.csv")).new_data()
-    with refused(TaskError, "task.path", "give an existing file"):
+    with refused(TaskError, "task.path", "nothing.rows"):
         Rows(path=str(tmp_path / "nothing.rows")).new_data()
 
 
@@ -534,18 +534,18 @@ def test_a_build_that_returns_no_module_is_told_so(registry: None, tmp_path: Pat
         def build(self) -> nn.Module:
             return nn.Linear(1, 1), "a name"  # type: ignore[return-value]
 
-    with refused(TaskError, "task.test_paired", "build() must return an nn.Module", "tuple"):
+    with refused(TaskError, "task.test_paired", "build()", "nn.Module", "tuple"):
         train(Experiment(task=Paired(), recipe="adamw", steps=2), tmp_path)
-    with refused(LawError, "build() must return an nn.Module", "tuple"):
+    with refused(LawError, "task.test_paired", "build()", "nn.Module", "tuple"):
         check_task(Paired())
 
 
 def test_outputs_and_targets_that_were_broadcast_are_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_component(str(EXAMPLE.with_suffix(".py")))
     monkeypatch.setattr(module.Curve, "loss", lambda self, outputs, targets: (outputs - targets).square().sum() / 7)
-    with refused(LawError, "the mean over targets") as caught:
+    with refused(LawError, "task.curve", "[broken law: the loss is a mean over targets]") as caught:
         check_task(module.Curve(width=4))
-    assert "broadcast" not in str(caught.value)  # the shapes are equal
+    assert lacking(str(caught.value), "[32, 1]") == ["[32, 1]"]  # the shapes are equal, and not the cause
     monkeypatch.setattr(module.Curve, "loss", lambda self, outputs, targets: (outputs - targets).square().mean())
     batch = module.Points.batch
     monkeypatch.setattr(
@@ -553,7 +553,7 @@ def test_outputs_and_targets_that_were_broadcast_are_named_as_the_cause(monkeypa
         "batch",
         lambda self, seed, step: Batch((given := batch(self, seed, step)).inputs, given.targets.flatten()),
     )
-    with refused(LawError, "the mean over targets", "outputs [32, 1] and targets [32]", "[32, 32]"):
+    with refused(LawError, "task.curve", "outputs [32, 1]", "targets [32]", "[32, 32]"):
         check_task(module.Curve(width=4))
 
 
@@ -572,7 +572,7 @@ def test_a_broadcast_loss_breaks_a_law_for_every_batch(monkeypatch: pytest.Monke
             return Batch(given.inputs, given.targets.flatten())
 
         monkeypatch.setattr(module.Points, "batch", flat)
-        with refused(LawError, "outputs [32, 1] and targets [32]", "[32, 32]"):
+        with refused(LawError, "outputs [32, 1]", "targets [32]", "[32, 32]"):
             the_loss_fits_the_outputs(Case(task))
     monkeypatch.setattr(module.Curve, "loss", lambda self, x, y: squared(self, x.flatten(), y.flatten()))
     the_loss_fits_the_outputs(Case(task))
@@ -582,16 +582,16 @@ def test_a_broadcast_loss_breaks_a_law_for_every_batch(monkeypatch: pytest.Monke
     ("changed", "words"),
     [
         (lambda y: y + 1, ("training labels", "from 0 to 9", "from 1 to 10")),
-        (lambda y: y - 1, ("training labels", "from 0 to 9", "from -1 to 8", "only the class -100 is ignored")),
+        (lambda y: y - 1, ("training labels", "from 0 to 9", "from -1 to 8", -100)),
         (lambda y: one_hot(y, 10), ("[64, 10]", "one-hot", "targets.argmax(-1)")),
         (lambda y: y.int(), ("training labels", "torch.int64", "torch.int32")),
         (lambda y: y.float(), ("training labels", "torch.int64", "torch.float32")),
-        (lambda y: torch.full_like(y, 3), ("training labels", "class 3 alone")),
-        (lambda y: y if len(y) > 1000 else torch.full_like(y, 3), ("validation labels", "class 3 alone")),
+        (lambda y: torch.full_like(y, 3), ("training labels", "class 3")),
+        (lambda y: y if len(y) > 1000 else torch.full_like(y, 3), ("validation labels", "class 3")),
     ],
 )
 def test_labels_break_a_law(
-    changed: Callable[[torch.Tensor], torch.Tensor], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    changed: Callable[[torch.Tensor], torch.Tensor], words: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change_labels(monkeypatch, changed)
     with refused(LawError, *words):
@@ -697,12 +697,13 @@ def test_targets_that_are_no_classes_are_refused_with_the_remedy(columns: int, t
 
 def test_labels_that_are_ignored_are_no_lowest_class() -> None:
     for lowest, ignored in ((-1, True), (-100, False)):
-        with pytest.raises(LabelError, match=f"targets from {max(lowest, -1)} to 3|targets from 1 to 3") as refusal:
+        found = lowest if ignored else 1  # the lowest label that is not ignored
+        with refused(LabelError, "task.digits", f"from {found} to 3") as refusal:
             Digits().loss(torch.zeros(3, 3), torch.tensor([lowest, 1, 3]))
-        assert ("only the class -100 is ignored" in str(refusal.value)) == ignored
+        assert lacking(str(refusal.value), -100) == ([] if ignored else ["-100"])
 
 
-@pytest.mark.parametrize(("row", "place"), [(3, "the batch has"), (90, "validation batch 0 with")])
+@pytest.mark.parametrize(("row", "place"), [(3, "the batch"), (90, "validation batch 0")])
 def test_an_error_about_labels_names_the_row(row: int, place: str, tmp_path: Path) -> None:
     class Mislabeled(Task):
         kind: Literal["test_mislabeled"] = "test_mislabeled"

@@ -398,7 +398,6 @@ class TestRefusals:
         assert "steps: 14 -> 15" in lines
         assert "task.width: 16 -> 17" in lines
         assert "recipe.update.eigenbasis.refresh.steps: 10 -> 7" in lines
-        assert "Choose another directory, or remove this one." in lines
 
     def test_a_run_that_failed_before_its_first_step_leaves_its_directory_to_another(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -422,7 +421,7 @@ class TestRefusals:
         configs = (
             load_experiment({"task": "digits", "recipe": name}).model_dump(mode="json") for name in ("adamw", "soap")
         )
-        with refused(RecipeError, "recipe.name", "recipe.update", "that only one of them has") as caught:
+        with refused(RecipeError, "recipe.name", "recipe.update") as caught:
             RunDirectory(tmp_path).require_config(*configs)
         assert "recipe.update.momentum" not in str(caught.value) and "absent" not in str(caught.value)
 

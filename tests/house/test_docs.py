@@ -33,6 +33,7 @@ from eigengraft.optimizers.recipe.loading import parse_yaml
 from eigengraft.optimizers.step import traced
 
 from ..processes import FORK_SPAWNED, run
+from ..refusals import lacking
 from .pages import PAGES, PAPERS, ROOT, blocks, files, links, script, text
 
 HOSTS = "docs/guide/hosts.md"
@@ -173,10 +174,10 @@ def test_links_lead_somewhere_in_a_clone(page: str) -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    """Paths in backticks that begin with a room of the house."""
-    rooms = "preconditioners|quantization|distributed|optimizers|experiments|hosts|src|tests|docs|papers"
+    """Paths in backticks that begin with a folder at the root of the repository."""
+    folders = "preconditioners|quantization|distributed|optimizers|experiments|hosts|src|tests|docs|papers"
     for page in PAGES:
-        for path in re.findall(rf"`((?:{rooms})/[\w./-]*)`", text(page)):
+        for path in re.findall(rf"`((?:{folders})/[\w./-]*)`", text(page)):
             assert (ROOT / path).exists(), f"{page}: {path}"
 
 
@@ -221,6 +222,17 @@ def test_recipes_by_goal_follow_from_the_laptop_track(recipe_pages: dict[str, st
     assert re.findall(said, text("README.md")) == [times]
     assert f"**Measured time:** {measured.measured_text('muon')} ms" in recipe_pages["muon"]
     assert "**Measured time:**" not in recipe_pages["soap"]
+    cards = hook("gallery").page().split('<div class="card">')[1:]
+    assert {name: card.count("<svg") for name, card in zip(eigengraft.shipped_recipes(), cards, strict=True)} == {
+        name: 2 if name in run else 0 for name in eigengraft.shipped_recipes()
+    }
+    for name, reason in (
+        ("sophia", "`hessian_diagonal`"),
+        ("muonclip", "`max_logit`"),
+        ("shampoo_cq", "`shampoo_4bit`"),
+    ):
+        assert name not in run and lacking(measured.reason_not_run(name), reason) == []
+        assert lacking(recipe_pages[name], reason) == []
     kinds = ("", measured.COUNTED)
     scores = [f"{measured.profile_of(name, kind):.2f}" for name in ("soap_fitted", "adamw") for kind in kinds]
     said = r"`soap_fitted` has (\S+) for steps and (\S+) for time, AdamW\s(\S+) and (\S+)\."

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from .test_house import GROUND, ROOT, room_of, sources
+from .test_house import LOWEST, ROOT, package_of, sources
 
-LIBRARY = {GROUND, "preconditioners", "quantization", "distributed", "optimizers"}
-"""Rooms in which numbers of a step are made. The samples of `eigengraft.testing` follow the default device, which is
+LIBRARY = {LOWEST, "preconditioners", "quantization", "distributed", "optimizers"}
+"""Packages in which numbers of a step are made. The samples of `eigengraft.testing` follow the default device, which is
 how the laws run on an accelerator."""
 
 Rule = Callable[[ast.AST], Iterator[tuple[int, str]]]
@@ -68,7 +68,7 @@ def _is_number(node: ast.expr) -> bool:
 @cache
 def trees() -> dict[Path, ast.Module]:
     """Return the syntax of each module of the library."""
-    paths = [path for module, path in sources().items() if room_of(module) in LIBRARY]
+    paths = [path for module, path in sources().items() if package_of(module) in LIBRARY]
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 

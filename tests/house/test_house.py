@@ -1,4 +1,4 @@
-"""The plan of the house: which packages exist, what they need, and what importing them brings.
+"""The packages: which exist, what they need, and what importing them brings.
 
 Who may import whom stands in `pyproject.toml`, as contracts that `make check` reads (import-linter).
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("preconditioners", "quantization", "distributed", "optimizers", "experiments", "hosts")
-GROUND, TESTING = "ground floor", "testing"
+PACKAGES = ("preconditioners", "quantization", "distributed", "optimizers", "experiments", "hosts")
+LOWEST, TESTING = "lowest layer", "testing"
 CORE_LIBRARIES = {"torch", "pydantic", "pydantic_core", "numpy", "greenlet", "typing_extensions"}
 PUBLIC = {"Component", "Optimizer", "Recipe", "RecipeError", "compose", "load_recipe", "shipped_recipes"}
 # A machine's own paths and the hosts of package registries have no place in the project.
@@ -28,18 +28,18 @@ def sources() -> dict[str, Path]:
     found = {"eigengraft." + path.stem: path for path in base.glob("*.py")}
     for folder in (TESTING, "blocking", "numerics"):
         found |= {f"eigengraft.{folder}.{path.stem}": path for path in (base / folder).glob("*.py")}
-    for room in ROOMS:
-        for path in (ROOT / room).rglob("*.py"):
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
             if "examples" in path.parts:  # what users write, in their place: read from files, never imported
                 continue
             found[".".join(["eigengraft", *path.relative_to(ROOT).with_suffix("").parts])] = path
     return {name.removesuffix(".__init__"): path for name, path in sorted(found.items())}
 
 
-def room_of(module: str) -> str:
-    """Return the first folder of a module: a room, `testing`, or the ground floor for everything else."""
+def package_of(module: str) -> str:
+    """Return the first folder of a module: a package, `testing`, or the lowest layer for everything else."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in (TESTING, *ROOMS) else GROUND
+    return parts[1] if len(parts) > 1 and parts[1] in (TESTING, *PACKAGES) else LOWEST
 
 
 def imported_first(source: str) -> set[str]:
@@ -58,7 +58,7 @@ def test_only_experiments_and_hosts_need_more_than_the_runtime_dependencies() ->
     allowed = CORE_LIBRARIES | set(sys.stdlib_module_names) | {"eigengraft"}
     strangers = []
     for module, path in sources().items():
-        if room_of(module) in ("experiments", "hosts"):
+        if package_of(module) in ("experiments", "hosts"):
             continue
         strangers += [f"{module} imports {name}" for name in imported_first(path.read_text()) - allowed]
     assert strangers == []
@@ -73,7 +73,10 @@ def test_packages_are_complete() -> None:
     assert sorted(declared) == sorted(set(declared))
     assert set(declared) == holding, "pyproject.toml: `packages` lists every folder that holds a module"
     assert holding - packages <= {"eigengraft.distributed"}, "a folder with modules needs an __init__.py"
-    assert set(PYPROJECT["tool"]["setuptools"]["package-dir"]) == {"eigengraft", *(f"eigengraft.{r}" for r in ROOMS)}
+    assert set(PYPROJECT["tool"]["setuptools"]["package-dir"]) == {
+        "eigengraft",
+        *(f"eigengraft.{name}" for name in PACKAGES),
+    }
 
 
 def test_distributed_stays_a_namespace_folder() -> None:
@@ -81,15 +84,15 @@ def test_distributed_stays_a_namespace_folder() -> None:
     assert not (ROOT / "distributed" / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_type_checkers_and_bare_checkouts_reach_each_room_by_a_symlink(room: str) -> None:
-    link = ROOT / "src" / "eigengraft" / room
-    assert link.is_symlink() and link.readlink() == Path("..", "..", room)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_type_checkers_and_bare_checkouts_reach_each_package_by_a_symlink(package: str) -> None:
+    link = ROOT / "src" / "eigengraft" / package
+    assert link.is_symlink() and link.readlink() == Path("..", "..", package)
 
 
 def test_no_file_names_a_machine_or_a_registry() -> None:
     suffixes = {".py", ".md", ".toml", ".txt", ".yaml", ".json", ".html", ".jinja", ""}
-    folders = [ROOT / name for name in (*ROOMS, "src", "papers", "tests", "docs", ".ci")]
+    folders = [ROOT / name for name in (*PACKAGES, "src", "papers", "tests", "docs", ".ci")]
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes]
     files += [path for path in ROOT.iterdir() if path.suffix in suffixes and path.name != ".git"]  # a worktree's file
     texts = {path: path.read_text() for path in files if path.is_file() and path.stat().st_size < 1_000_000}
@@ -116,7 +119,7 @@ def british(text: str) -> list[str]:
 
 def test_words_are_spelled_as_in_america() -> None:
     suffixes = {".py", ".md", ".yaml", ".jinja"}
-    folders = [ROOT / name for name in (*ROOMS, "src", "papers", "tests", "docs")]
+    folders = [ROOT / name for name in (*PACKAGES, "src", "papers", "tests", "docs")]
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()]
     found = {str(path.relative_to(ROOT)): british(path.read_text(encoding="utf-8")) for path in files}
     assert {path: words for path, words in found.items() if words} == {}

@@ -74,13 +74,13 @@ def data_files() -> set[str]:
 
 
 def modules() -> set[str]:
-    floor = ROOT / "src" / "eigengraft"
-    rooms = {name.split(".")[1] for name in PACKAGES if "." in name}
-    folders = {room for room in rooms if (floor / room).is_dir() and not (floor / room).is_symlink()}
-    paths = [*floor.glob("*.py"), *(path for folder in folders for path in (floor / folder).rglob("*.py"))]
-    ground = {path.relative_to(floor.parent).as_posix() for path in paths}
-    paths = [path for room in rooms - folders for path in (ROOT / room).rglob("*.py")]
-    return ground | {f"eigengraft/{path.relative_to(ROOT).as_posix()}" for path in paths}
+    root = ROOT / "src" / "eigengraft"
+    names = {name.split(".")[1] for name in PACKAGES if "." in name}
+    folders = {name for name in names if (root / name).is_dir() and not (root / name).is_symlink()}
+    paths = [*root.glob("*.py"), *(path for folder in folders for path in (root / folder).rglob("*.py"))]
+    found = {path.relative_to(root.parent).as_posix() for path in paths}
+    paths = [path for name in names - folders for path in (ROOT / name).rglob("*.py")]
+    return found | {f"eigengraft/{path.relative_to(ROOT).as_posix()}" for path in paths}
 
 
 def members(wheel: Path) -> set[str]:

@@ -31,7 +31,7 @@ lowers the number. A refresh of SOAP enters `roots/base.py`, where a `Basis` get
 ways in which a stack runs, and their choice, are in `step/execution.py`, which a step enters to look up the way."""
 
 
-ROOMS = [path.resolve() for path in [ROOT / "src" / "eigengraft", *(ROOT / "src" / "eigengraft").iterdir()]]
+PACKAGES = [path.resolve() for path in [ROOT / "src" / "eigengraft", *(ROOT / "src" / "eigengraft").iterdir()]]
 """Folders of the package: at the root of the repository, linked from `src`."""
 
 
@@ -85,7 +85,7 @@ def trace(call: Callable[[], Any]) -> Calls:
     inside = Calls()
     for (file, name), calls in found.items():
         path = Path(file).resolve()
-        if any(path.is_relative_to(room) for room in ROOMS):
+        if any(path.is_relative_to(package) for package in PACKAGES):
             inside[path.relative_to(ROOT).as_posix(), name] += calls
     return inside
 

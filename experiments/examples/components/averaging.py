@@ -25,8 +25,8 @@ class Polyak(Averaging):
     def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
         return {"mean": Slot(shape, role="iterate")}
 
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-        update(batch.parameters)  # weight decay, update and constraints
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
+        write(batch.parameters)  # weight decay, update and constraints
         ages = [max(1, t - self.start + 1) for t in batch.steps.tolist()]  # each parameter has its own step
         blend(batch.slots["mean"], batch.parameters, [1 / age for age in ages], batch.mask)
 

@@ -1,7 +1,7 @@
-"""Two averagings of the 2026 records of modded-nanogpt's track 3, `EMANesterov` and `Anchored`.
+"""The average `LAWA`, and two averagings of the 2026 records of modded-nanogpt's track 3, `EMANesterov` and `Anchored`.
 
-Both compute gradients at a point y ahead of the base iterate W. `EMANesterov` moves y along the mean of past steps.
-`Anchored` moves y away from a running mean of W.
+With `LAWA`, training is the same as without averaging. The other two compute gradients at a point y ahead of the base
+iterate W. `EMANesterov` moves y along the mean of past steps. `Anchored` moves y away from a running mean of W.
 """
 
 from __future__ import annotations
@@ -18,9 +18,52 @@ from torch import Tensor
 from eigengraft.numerics import copies
 from eigengraft.slots import Slot
 
-from ..averaging import EMA, Averaging, IterateBatch, accumulate, blend
+from ..averaging import EMA, Averaging, IterateBatch, accumulate, blend, pushed, pushes
 from ..constraints import ParameterUpdate
 from ..write import nonzero_peak
+
+
+class LAWA(Averaging):
+    """After every nu = `every` updates, W enters a queue of the last K = `window` copies of W; evaluated: their mean.
+
+    Latest weight averaging of the parameter W (Kaddour 2022; Ajroldi, Orvieto & Geiping 2025, section 2). Before
+    `start` the parameter itself is evaluated. A horizon nu K of about 1% of all updates is a good choice.
+    """
+
+    kind: Literal["lawa"] = "lawa"
+    window: int = Field(
+        default=5, ge=1, description="number K of iterates in the queue; each takes a parameter's memory"
+    )
+    every: int = Field(default=1, ge=1, description="number nu of updates from one iterate in the queue to the next")
+    start: int | None = Field(
+        default=None,
+        ge=1,
+        description="number of the update after which the first iterate enters the queue; default: nu",
+    )
+
+    def slots(self, shape: tuple[int, ...], low_precision: bool) -> Mapping[str, Slot]:
+        return {"queue": Slot((self.window, *shape), role="iterate")}
+
+    def state_meaning(self) -> Mapping[str, Any]:
+        return {"every": self.every, "start": self.start}
+
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
+        write(batch.parameters)
+        due = batch.slice_rows(pushed(batch, self.every, self.start))
+        places = (pushes(due.steps, self.every, self.start) - 1) % self.window
+        targets = [queue[place] for queue, place in zip(due.slots["queue"], places.tolist(), strict=True)]
+        blend(targets, due.parameters, [1.0] * len(targets), due.mask)
+
+    def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
+        counts = np.minimum(pushes(batch.steps, self.every, self.start), self.window).tolist()
+        queues = batch.slots["queue"]
+        # summed in a fixed order: `mean` adds in an order that depends on the shape, which differs between shards
+        sums = copies([queue[0] for queue in queues], queues[0].dtype)
+        for place in range(1, max(counts)):
+            more = [at for at, count in enumerate(counts) if count > place]
+            torch._foreach_add_([sums[at] for at in more], [queues[at][place] for at in more])
+        torch._foreach_div_(sums, [max(count, 1.0) for count in counts])
+        return [total if count else x for x, total, count in zip(batch.parameters, sums, counts, strict=True)]
 
 
 class EMANesterov(Averaging):
@@ -64,9 +107,9 @@ class EMANesterov(Averaging):
     def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
         return batch.y
 
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
         y, z, drift, count = batch.y, batch.slots["z"], batch.slots["drift"], len(batch.parameters)
-        update(y)
+        write(y)
         blend(drift, torch._foreach_sub(list(y), list(z)), [1 - self.beta] * count, batch.mask)
         blend(z, y, [1.0] * count, batch.mask)
         scale: float | Tensor = self.ahead
@@ -136,10 +179,10 @@ class Anchored(Averaging):
     def decaying(self, batch: IterateBatch) -> Sequence[Tensor]:
         return batch.y
 
-    def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
+    def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
         below = replace(batch, parameters=batch.y)
         self._shift(replace(below, steps=batch.steps - 1), back=True)
-        self.inner.step(below, update)
+        self.inner.step(below, write)
         self._shift(below, back=False)
         batch.show_y()
 

@@ -78,6 +78,7 @@ def stacked_rows(matrices: Mapping[int, Tensor], positions: Sequence[int], dtype
 
     matrices: the matrix of each parameter, by position of the parameter.
     positions: positions of the N parameters whose matrices are stacked.
+    dtype: dtype of the result.
     """
     tensors = [matrices[position] for position in positions]
     longest = max(len(tensor) for tensor in tensors)
@@ -325,6 +326,8 @@ class Batches(View):
 class Modules(View):
     """The matrices that follow from the modules of the model: fused projections, heads of attention, fused experts.
 
+    It is made for models whose parameters contain several matrices, such as fused query, key and value projections.
+
     A module may have a method `parameter_views()` that returns {parameter name: matrices}. Without it, these modules
     are recognized: torch.nn.MultiheadAttention, attention as in Hugging Face, timm and nanoGPT, experts, and gated
     layers. Parameters of all other modules have the matrices of the view `batches`.
@@ -395,8 +398,11 @@ def parametrized_layer(modules: Mapping[str, nn.Module], path: str) -> nn.Module
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Return True if a module is a convolution of torch, or has a weight `[m, n, *kernel]` that fits its
-    `kernel_size`."""
+    """Return True if a layer is a convolution.
+
+    module: the layer. It counts as a convolution if it is one of torch, or if it has a weight `[m, n, *kernel]` that
+        fits its `kernel_size`.
+    """
     if isinstance(module, _ConvNd):
         return True
     weight, size = own_parameter(module, "weight"), getattr(module, "kernel_size", None)
@@ -407,7 +413,10 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return True if a layer stores its weight as `[inputs, outputs]`, as Conv1D of Hugging Face with `nf` outputs."""
+    """Return True if a layer stores its weight as `[inputs, outputs]`.
+
+    module: the layer, such as Conv1D of Hugging Face, which has `nf` outputs.
+    """
     weight, outputs = own_parameter(module, "weight"), getattr(module, "nf", None)
     return weight is not None and weight.ndim == 2 and isinstance(outputs, int) and weight.shape[1] == outputs
 
@@ -582,6 +591,8 @@ def module_facts(model: nn.Module) -> dict[int, ModuleFacts]:
 
     The matrices of a parameter are those that a module declares by a method `parameter_views()`. Without a declaration,
     the functions in `RECOGNIZED` find the matrices of known layers, such as attention, by the names of their weights.
+
+    model: the model whose parameters are described.
     """
     modules = dict(model.named_modules())
     known: dict[int, tuple[Matrices, str]] = {}

@@ -76,6 +76,7 @@ class LineCounts:
 class DeviceCounts(LineCounts):
     """Work that the code inside `with accelerator(...)` caused on the device.
 
+    waits, uploads, downloads, kernels, traffic: as in `LineCounts`, for all lines together.
     device: device of the accelerator's tensors.
     live: bytes of all tensors on the device now, minus their bytes at the start of the `with` statement.
     peak: the largest value of `live`.

@@ -33,6 +33,8 @@ class QuantizerCase(Case[Quantizer]):
     def example(self, blocks: int = 4) -> tuple[Slot, Tensor]:
         """Return the declaration of a square matrix that the quantizer can store, and such matrices, float32
         `[blocks, d, d]`.
+
+        Raises LawError if the quantizer refuses matrices of all roles.
         """
         d = self.size
         x = standard_normal(blocks, d, 2 * d, seed=0)

@@ -24,6 +24,7 @@ EQUAL = 1e-5
 iterations stop at an error of 1e-6, and because a ridge is in units of an estimate of the largest eigenvalue.
 """
 EXPONENTS = (Fraction(1, 4), Fraction(1, 2), Fraction(1))
+"""Exponents e of A^-e to try."""
 AnySolver = RootSolver | BasisSolver | PolarSolver
 
 

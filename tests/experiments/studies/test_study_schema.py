@@ -65,7 +65,7 @@ def test_the_schema_refuses_what_the_loader_refuses(text):
 
 
 ROOT = Path(__file__).parents[3]
-FOUND = sorted(path for room in ("experiments", "papers") for path in (ROOT / room).rglob("*.yaml"))
+FOUND = sorted(path for folder in ("experiments", "papers") for path in (ROOT / folder).rglob("*.yaml"))
 # the schema has no components of a file's own; parsing all files would take 0.3 s in each process that collects tests
 FILES = [path for path in FOUND if not re.search("^imports:", path.read_text(), flags=re.MULTILINE)]
 TABLES = {ENTRIES_FILE: Recipe, PUBLISHED: Ranking}

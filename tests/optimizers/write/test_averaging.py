@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import eigengraft
 from eigengraft import ContractError, Optimizer, RecipeError, Slot, load_recipe
 from eigengraft.optimizers.step.step import prepare
-from eigengraft.optimizers.write.averaging import LAWA, Averaging, IterateBatch
+from eigengraft.optimizers.write.averaging import Averaging, IterateBatch
 from eigengraft.optimizers.write.constraints import ParameterUpdate
+from eigengraft.optimizers.write.contrib.averaging import LAWA
 from eigengraft.optimizers.write.iterate_store import IterateStore
 from eigengraft.optimizers.write.write import Hyper
 
@@ -306,8 +307,8 @@ def test_iterates_are_numbers_or_have_the_axes_of_their_parameter_last() -> None
             shapes = {"number": (), "queue": (4, 3, *shape), "fixed": (4, 3), "rows": shape[:1], "after": (*shape, 3)}
             return {"own": Slot(shapes[self.rule])}
 
-        def step(self, batch: IterateBatch, update: ParameterUpdate) -> None:
-            update(batch.parameters)
+        def step(self, batch: IterateBatch, write: ParameterUpdate) -> None:
+            write(batch.parameters)
 
         def evaluated(self, batch: IterateBatch) -> Sequence[Tensor]:
             return batch.parameters

@@ -31,9 +31,9 @@ from eigengraft.preconditioners import DelayedRefresh, Every, Shampoo
 from eigengraft.slots import State
 from eigengraft.testing import accelerator
 
-from ..processes import run, start
-from ..refusals import refused
-from ..trajectories import named, normal
+from ...processes import run, start
+from ...refusals import refused
+from ...trajectories import named, normal
 
 SHAPES = ((8, 6), (8, 6), (8, 6), (5, 5), (6,))
 BASIS, ROOT = "update.eigenbasis", "update.graft.direction.shampoo"
@@ -401,7 +401,7 @@ def test_a_thawed_parameter_leaves_refreshes_as_they_are() -> None:
 KILLED = """
     import os, sys, torch
     sys.path.insert(0, {root!r})
-    from tests.optimizers.test_delay import Run, spread, with_weights
+    from tests.optimizers.stacks.test_delay import Run, spread, with_weights
     run = Run(spread("soap", 4))
     if os.path.exists("saved.pt"):
         saved = torch.load("saved.pt", weights_only=True)
@@ -422,7 +422,7 @@ KILLED = """
 
 @pytest.mark.slow
 def test_a_killed_run_resumes(tmp_path: Path) -> None:
-    code = textwrap.dedent(KILLED).format(root=str(Path(__file__).parents[2]), stop=9)
+    code = textwrap.dedent(KILLED).format(root=str(Path(__file__).parents[3]), stop=9)
     killed = start("-c", code, folder=tmp_path)
     assert killed.wait() == -9
     done = run("-c", code, folder=tmp_path)
@@ -434,7 +434,7 @@ def test_a_killed_run_resumes(tmp_path: Path) -> None:
 ENDING = """
     import sys, time, torch
     sys.path.insert(0, {root!r})
-    from tests.optimizers.test_delay import Run, spread
+    from tests.optimizers.stacks.test_delay import Run, spread
     run = Run(spread("soap", 4, stagger="none", min_wave_work=8)).step(11)
     assert run.under_way()
     {then}
@@ -444,7 +444,7 @@ ENDING = """
 @pytest.mark.slow
 @pytest.mark.parametrize(("then", "code"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError('seven')", 1)])
 def test_a_process_ends_while_a_refresh_is_under_way(then: str, code: int, tmp_path: Path) -> None:
-    text = textwrap.dedent(ENDING).format(root=str(Path(__file__).parents[2]), then=then)
+    text = textwrap.dedent(ENDING).format(root=str(Path(__file__).parents[3]), then=then)
     process = start("-c", text, folder=tmp_path)
     assert process.wait(30) == code
 

@@ -20,9 +20,9 @@ from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.optimizers.write.write import Decoupled
 from eigengraft.preconditioners import RMS, Chain, Eigenbasis, Every, Gram, Momentum, PowerQR
 
-from ..json_schemas import CHECKED, NOTES, keywords, violations
-from ..recipes import COVER, EVERY, SHIPPED, plain, stage_kinds
-from ..refusals import check_said, refused
+from ...json_schemas import CHECKED, NOTES, keywords, violations
+from ...recipes import COVER, EVERY, SHIPPED, plain, stage_kinds
+from ...refusals import check_said, refused
 
 SOAP = """
 name: mine

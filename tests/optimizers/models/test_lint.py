@@ -14,7 +14,7 @@ from eigengraft.optimizers import grouped
 from eigengraft.optimizers.models import lint
 from eigengraft.optimizers.models.lint import Composition, known_checks, recipe_check
 
-from ..refusals import check_said, refused
+from ...refusals import check_said, refused
 
 
 def model(width: int = 64) -> nn.Module:

@@ -21,9 +21,9 @@ from eigengraft import Optimizer
 from eigengraft.optimizers.step.gradients import STALLED
 from eigengraft.testing import accelerator
 
-from ..recipes import COVER, few_quick
-from ..refusals import refused, warned
-from ..trajectories import normal
+from ...recipes import COVER, few_quick
+from ...refusals import refused, warned
+from ...trajectories import normal
 
 STEPS = 6
 NEEDS_ALL = {"prodigy", "sophia", "singd", "muonclip", "lora_rite", "lora_muon", "newton_muon"}

@@ -14,8 +14,8 @@ from eigengraft.optimizers.recipe.loading import parse_yaml, shipped
 from eigengraft.optimizers.recipe.overrides import apply_overrides, differences, flatten
 from eigengraft.preconditioners import RMS, Gram, Momentum
 
-from ..recipes import few_quick
-from ..refusals import refused
+from ...recipes import few_quick
+from ...refusals import refused
 
 REFRESH = "update.eigenbasis.refresh.steps"
 

@@ -14,7 +14,7 @@ from eigengraft.optimizers.plan.plan import plan
 from eigengraft.optimizers.recipe.loading import shipped
 from eigengraft.optimizers.recipe.routing import canonical_name, canonical_names
 
-from ..refusals import refused
+from ...refusals import refused
 
 
 class Block(nn.Module):

@@ -27,10 +27,10 @@ from eigengraft.optimizers.inspect.norms import NormWatch
 from eigengraft.preconditioners import Cadence, Every, Probability
 from eigengraft.quantization import Int8
 
-from ..recipes import COVER, SHIPPED
-from ..refusals import refused
-from ..trajectories import named, normal
-from .step.test_kernels import Kernels
+from ...recipes import COVER, SHIPPED
+from ...refusals import refused
+from ...trajectories import named, normal
+from ..step.test_kernels import Kernels
 
 Array = NDArray[np.float64]
 

@@ -18,7 +18,7 @@ from eigengraft.optimizers.models.composer import grouped, submodel
 from eigengraft.optimizers.plan.plan import known
 from eigengraft.optimizers.recipe.routing import ParamInfo, describe_model, describe_named
 
-from ..refusals import refused
+from ...refusals import refused
 
 D = 16
 """Width of the models."""

@@ -41,8 +41,8 @@ from eigengraft.optimizers.recipe.loading import load_recipe
 from eigengraft.optimizers.recipe.routing import DescribedParameters, ParamInfo, describe_model
 from eigengraft.optimizers.stacks.assignment import block_cost
 
-from ..cli import invoke
-from ..refusals import check_said, refused
+from ...cli import invoke
+from ...refusals import check_said, refused
 
 pytestmark = pytest.mark.slow
 
