@@ -758,7 +758,8 @@ def _lower(record: Record) -> str:
     target = record.target
     if first < REMARKABLE * target:
         return f"divide lr by {REMARKABLE} until the loss falls{_of_recipe(record)}"
-    return f"divide lr by {_rounded(first / target)}{_advised(record, target / first)}{_of_recipe(record)}"
+    factor = _rounded(first / target)
+    return f"divide lr by {factor:g}{_advised(record, 1 / factor)}{_of_recipe(record)}"
 
 
 def _alone(record: Record) -> str:
@@ -794,18 +795,19 @@ def _raise(record: Record) -> str:
     factor = record.target / largest
     if own and record.rate:
         factor = min(factor, max(FAR * own / record.rate, REMARKABLE))
-    text = f"multiply lr by {_rounded(factor)}{_advised(record, factor)}{_of_recipe(record)}, or train for more steps"
+    factor = _rounded(factor)
+    text = f"multiply lr by {factor:g}{_advised(record, factor)}{_of_recipe(record)}, or train for more steps"
     return f"{text}; if the loss still does not fall, {batch}"
 
 
-def _rounded(factor: float) -> str:
-    """Return a factor with one significant digit."""
-    return f"{float(f'{factor:.0e}'):g}"
+def _rounded(factor: float) -> float:
+    """Return a factor rounded to one significant digit."""
+    return float(f"{factor:.0e}")
 
 
 def _advised(record: Record, factor: float) -> str:
     """Return a clause with the learning rate of the run times `factor`; "" if the rate of the run is not known."""
-    return f", to {_rounded(record.rate * factor)}" if record.rate else ""
+    return f", to {record.rate * factor:.2g}" if record.rate else ""
 
 
 def _of_recipe(record: Record) -> str:

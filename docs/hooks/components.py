@@ -10,6 +10,7 @@ from eigengraft.blocking import Blocking
 from eigengraft.component import Component, families
 from eigengraft.distributed.distribution import Distribution
 from eigengraft.experiments.benches import Bench  # with the declarations it defines every family and member
+from eigengraft.experiments.cli.catalog import use_and_cost
 from eigengraft.experiments.studies.study import Study
 from eigengraft.experiments.training.experiment import Experiment
 from eigengraft.optimizers import Recipe, Route
@@ -61,7 +62,10 @@ def family_page(name: str, family: type[Component]) -> str:
     own = "**Of your own:** [what a member defines, with an example](#own)"
     parts = [f"# {name}", docstring(summary(family)), f"**Kinds:** {kinds}", own, where(family)]
     for kind, member in members.items():
-        parts += [f"## {kind} {{ #{kind} }}", docstring(summary(member)), where(member)]
+        parts += [f"## {kind} {{ #{kind} }}", docstring(summary(member))]
+        facts = (line.partition(": ") for line in use_and_cost(name, kind, member))
+        parts += [f"**{label.capitalize()}:** {inline(text)}" for label, _, text in facts]
+        parts.append(where(member))
         parts.append(field_table(member, _links(member)))
         if issubclass(member, Bench):
             columns = [[f"`{name}`", inline(column.meaning), column.unit] for name, column in member.columns.items()]

@@ -283,8 +283,9 @@ def trained_factors(source: str, at: tuple[int, ...], beta: float) -> dict[str, 
 def saved_factors(path: str) -> dict[str, Tensor]:
     """Return the factors in a saved optimizer state, by parameter and slot, as stacks `[blocks, d, d]`.
 
-    path: the directory of a run of a single process, or a file that `torch.save` made of `optimizer.state_dict()` or of
-        a mapping with such a state under "optimizer".
+    path: the directory of a run of a single process, whose last checkpoint is read; one checkpoint of the run, such as
+        `RUN/checkpoint-60`; or a file that `torch.save` made of `optimizer.state_dict()` or of a mapping with such a
+        state under "optimizer".
 
     Factors are slots of the role `statistic` that are square matrices. Their scale is that of the state, without bias
     correction.
@@ -317,9 +318,14 @@ def saved_factors(path: str) -> dict[str, Tensor]:
 
 def _optimizer_state(path: str) -> Mapping[str, Any]:
     saved = RunDirectory(path).checkpoints()
-    file = saved[max(saved)] / CHECKPOINT if saved else Path(path)
+    file = saved[max(saved)] if saved else Path(path)
+    if file.is_dir():
+        file /= CHECKPOINT
     if not file.is_file():
-        raise RecipeError(f"checkpoint: '{file}' is not a file; give a run directory or a file of a saved optimizer")
+        raise RecipeError(
+            f"checkpoint: '{file}' is not a file; give the directory of a run or of a checkpoint, or a file of a saved "
+            "optimizer"
+        )
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises any type for a file that it cannot read
@@ -490,8 +496,8 @@ class MatrixBench(OwnMatrices, ABC):
     count: int = Field(4, ge=1, description="matrices in a stack")
     checkpoint: str | None = Field(
         None,
-        description="run directory or saved optimizer state whose factors are measured, with one row for each layer; "
-        "none: no such factors",
+        description="run, checkpoint of a run, or saved optimizer state, whose factors are measured, with one row for "
+        "each layer; none: no such factors",
     )
     steps: int = Field(
         100,

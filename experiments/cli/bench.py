@@ -46,7 +46,8 @@ def bench_command(  # noqa: PLR0913  its arguments are the command's options
         ),
     ] = None,
     checkpoint: Annotated[
-        str | None, typer.Option("--from", help="run directory or saved optimizer state whose factors are measured")
+        str | None,
+        typer.Option("--from", help="run, checkpoint of a run, or saved optimizer state, whose factors are measured"),
     ] = None,
     record: Annotated[
         str | None, typer.Option(help="run directory or experiment file whose gradients are recorded and measured")

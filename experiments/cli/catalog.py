@@ -33,7 +33,7 @@ from eigengraft.reference import (
 
 from .arguments import Imports
 from .console import print_table
-from .purposes import FAMILIES, RECIPE_GROUPS, STAGES, Purpose, by_purpose, goals, recipe_numbers, timed_card
+from .purposes import FAMILIES, RECIPE_GROUPS, STAGES, USES, Purpose, by_purpose, goals, recipe_numbers, timed_card
 
 if TYPE_CHECKING:
     from eigengraft.component import Component
@@ -129,7 +129,10 @@ def list_command(
         BY_GOAL: by_goal,
         RECIPES: [_recipe_row(name, sort) for name in recipes],
         SIGNALS: [(name, one.about, one.extent, one.by) for name, one in sorted(known_signals().items())],
-        **{name: [(k, _about(m)) for k, m in sorted(own.members.items())] for name, own in sorted(registered.items())},
+        **{
+            name: [(k, "\n".join([_about(m), *_use(name, k, m)])) for k, m in sorted(own.members.items())]
+            for name, own in sorted(registered.items())
+        },
     }
     what = EVERY_FAMILY if what is None else _in_either_number(what, lists)
     if sort is not None and what != RECIPES:
@@ -351,16 +354,88 @@ def find_kinds(source: str) -> list[tuple[str, type[Component]]]:
 
 
 def print_kind(family: str, member: type[Component]) -> None:
-    """Print a component: its family and kind, the Python line that imports it, its docstring with the formula, and a
-    table of its fields.
+    """Print a component: its family and kind, the Python line that imports it, its docstring with the formula, its use
+    and cost, and a table of its fields.
     """
     kind = next(kind for kind, own in _registered()[family].members.items() if own is member)
     typer.echo(f"{family} '{kind}' (in Python: `from {public_module(member)} import {member.__name__}`)\n")
     typer.echo(summary(member))
+    if facts := use_and_cost(family, kind, member):
+        typer.echo("\n" + "\n".join(facts))
     fields = fields_of(member)
     rows = [(f.name, type_text(f.schema), "required" if f.required else f.default or "none", f.meaning) for f in fields]
     if rows:
         print_table(("field", "values", "default", "meaning"), rows, expand=True)
+
+
+def use_and_cost(family: str, kind: str, member: type[Component]) -> list[str]:
+    """Return a line on when to use a component and a line on its cost. A line is left out if nothing is known.
+
+    The cost is that of one 1024 x 1024 matrix in float32, for the defaults of the component, or for the examples of its
+    required fields.
+
+    - A stage: counted bytes of state and floating-point operations per number, as `eigengraft plan` counts them.
+    - A quantizer: bytes per number.
+    - A solver of roots or bases: measured times from `timings.json`. A time on a GPU is that of a matrix of a stack.
+    """
+    cost = _cost(kind, member)
+    return [*_use(family, kind, member), *([f"cost for a {_ORDER} x {_ORDER} matrix: {cost}"] if cost else [])]
+
+
+def _use(family: str, kind: str, member: type[Component]) -> list[str]:
+    """Return one line on when to use a component of the library, else []."""
+    use = USES.get(family, {}).get(kind) if member.__module__.startswith("eigengraft.") else None
+    return [f"use: {use}"] if use else []
+
+
+_ORDER = 1024
+"""Order of the matrix for which costs of components are printed: a usual size of layers and of blocks."""
+
+
+def _cost(kind: str, member: type[Component]) -> str:
+    """Return the text on the cost of a component, as `use_and_cost` describes it, or "" if its cost is not known."""
+    import torch
+
+    from eigengraft.optimizers import Recipe
+    from eigengraft.optimizers.recipe.recipe import StoredSlot
+    from eigengraft.optimizers.stacks.assignment import FACTORIZATION, block_cost
+    from eigengraft.preconditioners import BasisSolver, RootSolver, Stage
+    from eigengraft.preconditioners.roots.by_device import estimate
+    from eigengraft.quantization import Quantizer
+    from eigengraft.slots import Slot
+
+    block, numel = (_ORDER, _ORDER), _ORDER**2
+    if issubclass(member, RootSolver | BasisSolver):
+        known = (estimate(device, kind, _ORDER, torch.float32) for device in ("cpu", "cuda"))
+        return "; ".join(f"{_number(one.milliseconds)} ms on {one.timing.card}" for one in known if one is not None)
+    required = [(info.alias or name, info.examples) for name, info in member.model_fields.items() if info.is_required()]
+    if not all(examples for _, examples in required):
+        return ""
+    given = {name: examples[0] for name, examples in required if examples}
+    if not issubclass(member, Stage | Quantizer):
+        return ""
+    try:
+        if issubclass(member, Quantizer):
+            stored = StoredSlot(Slot(block), torch.float32, member.model_validate(given).codec, None)
+            return f"{_number(stored.nbytes() / numel)} bytes per number"
+        recipe = Recipe.model_validate({"update": [{"kind": kind, **given}]})
+        cost = block_cost(recipe, next(iter(recipe.rules())), block, torch.float32)
+    except Exception:  # a part of one's own may need other stages or other blocks, or may not be finished
+        return ""
+    if cost.state == cost.constant == 0:
+        return "no state, and only a few operations per number, which are not counted"
+    per_number = [f"{_number(cost.state / numel)} bytes of state per number"]
+    per_number.append(f"{_number(cost.constant / numel)} operations per number in a step")
+    counted = f"counted for {flow(given)}" if given else "counted"
+    if refreshes := sum(operations for _, operations in cost.refreshes):
+        per_number.append(f"{_number((cost.constant + refreshes) / numel)} in a step with a refresh")
+        counted += f", a refresh of order d as {FACTORIZATION:g} d^3"
+    return f"{', '.join(per_number)} ({counted})"
+
+
+def _number(x: float) -> str:
+    """Return a number with three significant digits, or "less than 0.01"."""
+    return "less than 0.01" if 0 < x < 0.01 else f"{float(f'{x:.3g}'):,g}"
 
 
 def print_chain(recipe: Recipe) -> None:

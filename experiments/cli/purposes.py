@@ -1,14 +1,14 @@
 """The groups in which `eigengraft list` prints families, stages and recipes.
 
-Members are grouped by purpose. Each group says when one of its members is needed. Recipes are also listed by goals of a
-user, such as "least memory".
+Members are grouped by purpose. Each group says when one of its members is needed, and `USES` says when to use each
+member of the families of parts. Recipes are also listed by goals of a user, such as "least memory".
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +19,13 @@ class Purpose(NamedTuple):
 
     title: purpose of the members.
     when: situation in which a member is needed.
-    members: names of the members, in the order in which they are printed.
+    members: names of the members, in the order in which they are printed. A group of stages also has the use of each
+        member, as in `USES`.
     """
 
     title: str
     when: str
-    members: tuple[str, ...]
+    members: tuple[str, ...] | Mapping[str, str]
 
 
 FAMILIES = (
@@ -62,44 +63,170 @@ STAGES = (
     Purpose(
         "Momenta",
         "first in most chains: averages the noise of batches away",
-        ("momentum", "heavy_ball", "momentum_mixture", "gradient_difference"),
+        {
+            "momentum": "the usual first stage",
+            "heavy_ball": "to match torch.optim.SGD, whose momentum is a sum",
+            "momentum_mixture": "where old gradients help: slow means beside a fast one",
+            "gradient_difference": "before a momentum, to reduce its variance, as in MARS",
+        },
     ),
     Purpose(
         "Second moments",
         "where entries differ in scale: embeddings, vectors, sparse gradients",
-        ("rms", "adafactor", "atan2", "lagged_rms", "diagonal_newton"),
+        {
+            "rms": "the usual second moment, as in Adam",
+            "adafactor": "where a full second moment does not fit into memory",
+            "atan2": "in place of rms, to have no eps to tune",
+            "lagged_rms": "before a momentum, to converge with any decay, as in ADOPT",
+            "diagonal_newton": "with curvature from the training loop, as in Sophia",
+        },
     ),
     Purpose(
         "Kronecker factors",
         "for matrices whose rows or columns are correlated, if memory for a factor of each axis is there",
-        ("shampoo", "eigenbasis", "eigenfactors", "adaptive_shampoo", "psgd", "jorge", "sirf"),
+        {
+            "shampoo": "to whiten matrices by inverse roots of their factors",
+            "eigenbasis": "to run Adam or another chain in the factors' eigenbasis, as SOAP",
+            "eigenfactors": "as shampoo, for 4-bit storage: the state is eigenvectors and eigenvalues",
+            "adaptive_shampoo": "as shampoo, to decompose only factors that changed enough",
+            "psgd": "to whiten by learned factors, without decompositions",
+            "jorge": "as shampoo, where decompositions are slow: products alone",
+            "sirf": "to learn the inverse of a curvature, not its root",
+        },
     ),
     Purpose(
         "Polar factors and rotations",
         "for matrices of hidden layers, with the memory of a momentum alone",
-        ("spectral", "dion", "dion2", "sinkhorn", "adaptive_rotation"),
+        {
+            "spectral": "after a momentum, as in Muon",
+            "dion": "in place of momentum and spectral, with fewer products: low rank",
+            "dion2": "in place of momentum and spectral, with fewer products: some rows",
+            "sinkhorn": "to equalize rows and columns without state and without products",
+            "adaptive_rotation": "around sign or sinkhorn, to rotate coordinates first, as in ARO",
+        },
     ),
     Purpose(
         "Signs and scales",
         "to give updates the same size in every layer, at every width or step",
-        ("sign", "gradient_sign", "normalize", "standardize", "center", "scale", "relative_step", "prodigy", "trust"),
+        {
+            "sign": "for entries of one size, as in Signum and Lion",
+            "gradient_sign": "after Adam's stages, as in Grams",
+            "normalize": "for blocks of one norm",
+            "standardize": "for rows of mean 0 and one size, as in SWAN",
+            "center": "first, to remove the mean of each row of a gradient",
+            "scale": "last, so that one learning rate fits matrices of all shapes",
+            "relative_step": "last, for steps relative to parameters, as in torch.optim.Adafactor",
+            "prodigy": "around a whole chain, to estimate the learning rate",
+            "trust": "to follow a second chain only as far as it agrees",
+        },
     ),
     Purpose(
         "Clips and masks",
         "where single gradients are far too large or disagree",
-        ("clip_norm", "clip_running_norm", "clip_rms", "cautious"),
+        {
+            "clip_norm": "first, to limit gradients by a known norm",
+            "clip_running_norm": "to limit directions where no usual norm is known",
+            "clip_rms": "after a second moment, to limit updates, as in Adafactor",
+            "cautious": "last, to drop entries whose sign differs from the gradient's",
+        },
     ),
-    Purpose("Decay in a chain", "where later stages should see the decay as part of the direction", ("aligned_decay",)),
+    Purpose(
+        "Decay in a chain",
+        "where later stages should see the decay as part of the direction",
+        {"aligned_decay": "alone on one path of a sum, or after a slow momentum"},
+    ),
     Purpose(
         "Combinators",
         "to combine chains: one's direction with another's size, a subspace and the rest, several at once",
-        (
-            *("graft", "sum", "chain", "transform", "split", "projected", "partner_basis", "noise_metric"),
-            *("row_gains", "identity"),
-        ),
+        {
+            "graft": "to give one chain's direction the norm of another's",
+            "sum": "to add directions of several chains",
+            "chain": "to give several stages one name",
+            "transform": "to compute moments and statistics from a changed gradient, as in MARS",
+            "split": "for leading directions one chain, another for the rest, as in COSMOS",
+            "projected": "to keep moments in a subspace, as in GaLore, Fira and APOLLO",
+            "partner_basis": "for factors of LoRA, so that their scaling has no effect",
+            "noise_metric": "around spectral, with micro-batches whose noise differs between rows or columns",
+            "row_gains": "to update the norm and the direction of rows by different chains",
+            "identity": "as the magnitude of a graft, to keep a direction's norm",
+        },
     ),
 )
-"""Kinds of stages by purpose."""
+"""Kinds of stages by purpose, with the use of each kind."""
+
+USES: Mapping[str, Mapping[str, str]] = {
+    "stage": {k: use for one in STAGES if isinstance(one.members, Mapping) for k, use in one.members.items()},
+    "statistic": {
+        "gram": "the default, as in Shampoo and SOAP",
+        "bregman": "to fit factors of rows and columns jointly, as in KL-Shampoo",
+        "input_gram": "for Newton-Muon and K-FAC, from the inputs of layers",
+    },
+    "root_solver": {
+        "eigh": "the default of shampoo, for every exponent",
+        "coupled_minimax": "on a GPU; `by_device` replaces eigh by it",
+        "coupled_newton": "to match runs of Distributed Shampoo, in PyTorch or JAX",
+        "higher_order": "to match Distributed Shampoo's iterations of higher order",
+        "newton_db": "for the exponents 1/2 and 1/4, to match runs of DASH",
+        "chebyshev": "for matrices of small condition number, at a cost chosen by `degree`",
+        "cans": "for the exponents 1/2 and 1/4, as in OKLS",
+        "cholesky": "for the inverse itself, as in Newton-Muon and K-FAC",
+    },
+    "basis_solver": {
+        "power_qr": "the default of eigenbasis: one step from the last basis",
+        "cholesky_qr": "on a GPU; `by_device` replaces power_qr by it",
+        "eigh": "for exact eigenvectors at every refresh",
+        "adaptive_qr": "to work only until a basis is accurate enough",
+        "qr_iteration": "to match eigenvalue-corrected Distributed Shampoo",
+        "subspace": "for leading eigenvectors alone",
+    },
+    "polar_solver": {
+        "newton_schulz": "the default, products alone",
+        "gram_newton_schulz": "for matrices far from square, whose products it makes cheaper",
+        "svd": "for exact polar factors",
+        "triangular": "to match MUD",
+    },
+    "cadence": {
+        "every": "the default: at fixed intervals, spread over blocks",
+        "probability": "to match the random refreshes of PSGD",
+    },
+    "quantizer": {
+        "float32": "to compare with other formats, or for a slot without rounding",
+        "bf16": "for half the bytes; slow means need stochastic rounding",
+        "split_float": "for three quarters of the bytes, almost without error",
+        "int16": "for statistics at half the bytes",
+        "int8": "for first moments and bases at a quarter of the bytes",
+        "uint8": "for second moments at a quarter of the bytes",
+        "codebook8": "for moments at a quarter of the bytes, as in 8-bit Adam",
+        "fp8": "for a quarter of the bytes, in floats of 8 bits",
+        "int4": "for both moments at an eighth of the bytes",
+        "int3": "to compare with int4, whose bytes it has",
+        "symmetric": "for statistics and roots: one triangle in place of two",
+        "exact_diagonal": "around a format of statistics and roots, for an exact diagonal",
+        "cholesky": "for statistics in 4 bits that stay positive semi-definite",
+        "eigen": "for statistics in 4 bits with exact eigenvalues",
+        "orthogonal": "around a format of bases, to keep them orthogonal",
+        "offload": "to keep state in memory of the host or on disk",
+    },
+    "constraint": {
+        "hyperball": "to keep the norm of parameters constant, in place of decay",
+        "radius_pin": "so that steps rotate parameters and do not make them longer",
+        "radial_brake": "to slow the growth of norms, without fixing them",
+        "row_floor": "to move every row by a least share of its norm",
+        "late_decay": "for a decay after other constraints, such as radius_pin",
+        "polar": "for parameters with orthonormal rows or columns, as in SPEL",
+        "qk_clip": "to limit logits of attention, as in MuonClip",
+        "rounding": "for parameters in bfloat16, so that small updates are not lost",
+    },
+    "averaging": {
+        "ema": "the usual choice: training does not change",
+        "lawa": "as ema, with equal weights for a few copies",
+        "schedule_free": "to train without a schedule and without a known end",
+        "primal_averaging": "as schedule_free, with means of constant decay",
+        "ema_nesterov": "to look ahead along the mean of steps",
+        "anchored": "to look ahead of a mean of parameters late in a run",
+    },
+}
+"""For each kind of these families, a clause about when to use it, of at most 12 words."""
 
 
 RECIPE_GROUPS = (

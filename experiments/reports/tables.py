@@ -1,4 +1,8 @@
-"""Numbers of a comparison as words and as tables: CSV and Parquet for runs, Markdown and LaTeX for panels."""
+"""Numbers of a comparison as words and as tables: CSV and Parquet for runs, Markdown and LaTeX for panels.
+
+Markdown and LaTeX are not written by pandas: its `to_markdown` needs a further package, and its `to_latex` does not
+split a table that is wider than a page.
+"""
 
 from __future__ import annotations
 

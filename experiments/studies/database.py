@@ -3,6 +3,9 @@
 Table `eigengraft_holders` has a row for each lease, with the time of its last heartbeat by the clock of the database.
 Table `eigengraft_files` has the text files of every run that has ended or failed. Checkpoints are not copied: they stay
 in the directory of the worker that wrote them.
+
+Optuna's RDBStorage is not used, because it stores only trials of a search, and restarts the trial of a dead worker as a
+new trial. Here runs outside a search have leases, too, and a run that is started again remains the same run.
 """
 
 from __future__ import annotations

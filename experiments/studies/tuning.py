@@ -1,4 +1,9 @@
-"""Searches that tune every cell of a study: on a grid, at random, or by a density model with successive halving."""
+"""Searches that tune every cell of a study: on a grid, at random, or by a density model with successive halving.
+
+The density model is Optuna's TPESampler. Random search draws with NumPy, because Optuna is an optional package.
+Optuna's pruners are not used: they compare a run with all runs that have reported so far, so that decisions would
+depend on the speed of workers. Here a run is compared only with runs of earlier trials.
+"""
 
 from __future__ import annotations
 

@@ -229,9 +229,9 @@ def interval(schema: dict[str, Any]) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of a docstring: its first paragraph, up to a full stop."""
+    """Return the first sentence of a docstring: its first paragraph, up to a full stop. That of "et al." is none."""
     line = " ".join(re.split(r"\n\s*\n", text.strip())[0].split("\n"))
-    return re.split(r"(?<=[a-z)])\.(?:\s|$)", line)[0].rstrip(".")
+    return re.split(r"(?<=[a-z)])(?<!et al)\.(?:\s|$)", line)[0].rstrip(".")
 
 
 class MemberText(NamedTuple):

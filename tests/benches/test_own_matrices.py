@@ -20,6 +20,7 @@ from eigengraft.experiments.benches.matrices import (
     trained_factors,
     with_unit_norm,
 )
+from eigengraft.experiments.training.rundir import RunDirectory
 
 from ..cli import invoke
 from ..refusals import refused
@@ -213,6 +214,23 @@ def test_a_layer_without_gradients_says_so() -> None:
     rows = run_bench("statistics", record="run.yaml", **fields, **FAST)
     silent = [row for row in rows if row["problem"]]
     assert [row["layer"] for row in silent] == ["embedding.weight"] and "embedding.weight" in silent[0]["problem"]
+
+
+def test_a_folder_of_a_checkpoint_is_read() -> None:
+    trained = invoke(["train", "run.yaml", "recipe=shampoo", "checkpoint_every=2", "--out", "run"])
+    assert trained.exit_code == 0, trained.output
+    (folder,) = RunDirectory("run").checkpoints().values()  # a finished run keeps its last one
+    result = invoke(
+        ["bench", "roots", "--from", str(folder), "--only", "eigh", "--quick", "seconds=1e-4", "--out", "o"]
+    )
+    assert result.exit_code == 0, result.output
+    last = saved_factors("run")
+    rows = [json.loads(line) for line in Path("o/rows.jsonl").read_text().splitlines()]
+    assert {row["spectrum"] for row in rows} == set(last)
+    assert all(torch.equal(a, last[name]) for name, a in saved_factors(str(folder)).items())
+    Path("run/empty").mkdir()
+    with refused(RecipeError, "checkpoint", "run/empty"):
+        saved_factors("run/empty")
 
 
 def test_the_command_takes_a_run_directory_and_adds_candidates() -> None:

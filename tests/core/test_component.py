@@ -24,7 +24,7 @@ from eigengraft.optimizers.recipe.loading import parse_yaml
 from eigengraft.optimizers.recipe.schema import json_schema
 from eigengraft.optimizers.write.write import WeightDecay
 from eigengraft.preconditioners import RMS, Cadence, Chain, Eigenbasis, Every, Gram, Momentum, RootSolver, Shampoo
-from eigengraft.reference import example_of
+from eigengraft.reference import example_of, first_sentence
 
 from ..refusals import refused
 
@@ -489,6 +489,11 @@ def test_a_family_itself_cannot_be_made() -> None:
     for family in families().values():
         with pytest.raises((TypeError, RecipeError)):
             family()
+
+
+def test_the_first_sentence_of_a_docstring_does_not_end_at_et_al() -> None:
+    text = "8 bits for a number\n(Dettmers et al. 2022, section 2). It is small.\n\nMore."
+    assert first_sentence(text) == "8 bits for a number (Dettmers et al. 2022, section 2)"
 
 
 @pytest.mark.parametrize("member", members(), ids=lambda m: f"{m.family_name}.{m.__name__}")

@@ -23,11 +23,13 @@ from eigengraft.component import families
 from eigengraft.distributed.rank_group import DistributedError
 from eigengraft.experiments import load_experiment
 from eigengraft.experiments.cli import study as study_commands
+from eigengraft.experiments.cli.catalog import use_and_cost
 from eigengraft.experiments.cli.plan import amount
 from eigengraft.experiments.cli.purposes import (
     FAMILIES,
     RECIPE_GROUPS,
     STAGES,
+    USES,
     by_purpose,
     goals,
     recipe_numbers,
@@ -35,6 +37,7 @@ from eigengraft.experiments.cli.purposes import (
 )
 from eigengraft.experiments.studies import progress
 from eigengraft.preconditioners import RMS
+from eigengraft.preconditioners.roots import timings
 from eigengraft.signals import known_signals
 
 from ..cli import invoke
@@ -530,6 +533,45 @@ class TestShowKind:
         output = succeeds("show", "rms")
         check_said(output, "stage 'rms'", "v <- b v + w x^2", "[0, 1]", "0.999", "decay of the second moment")
         assert set(RMS.model_fields) - {"kind"} <= set(output.split())
+
+    def test_every_part_has_a_use_that_is_listed_and_shown(self) -> None:
+        for family, uses in USES.items():
+            members = {k for k, m in families()[family].members.items() if m.__module__.startswith("eigengraft.")}
+            assert uses.keys() == members
+            assert all(len(use.split()) <= 12 for use in uses.values())
+            listed = " ".join(succeeds("list", family).split())
+            assert [use for use in uses.values() if f" use: {use}" not in listed] == []
+        assert f"\nuse: {USES['cadence']['every']}\n" in succeeds("show", "every")
+
+    @pytest.mark.parametrize(
+        ("kind", "numbers"),
+        [
+            ("stage.momentum", [4, 4]),
+            ("stage.shampoo", [4 * 4, 4 * 2 * 1024, 4 * 2 * 1024 + 2 * 20 * 1024]),  # 2 statistics and 2 roots
+            ("stage.graft", [2 * 2 * 4, 2 * 2 * 4]),  # of the example, Adam with the norm of Adam
+            ("quantizer.symmetric", [4 / 2]),
+            ("quantizer.bf16", [2]),
+        ],
+    )
+    def test_the_cost_of_a_kind_is_that_of_its_state_and_its_products(self, kind: str, numbers: list[float]) -> None:
+        (line,) = (line for line in succeeds("show", kind).splitlines() if line.startswith("cost "))
+        found = re.findall(r"[\d,]*\.?\d+", line.partition(": ")[2].partition(" (")[0])
+        assert [float(one.replace(",", "")) for one in found] == pytest.approx(numbers, rel=5e-3)  # three digits
+
+    def test_every_stage_solver_and_quantizer_has_a_cost(self) -> None:
+        for family in ("stage", "root_solver", "basis_solver", "quantizer"):
+            for kind in USES[family]:
+                *_, cost = use_and_cost(family, kind, families()[family].members[kind])
+                assert re.match(r"cost for a 1024 x 1024 matrix: .*(\d|not counted)", cost), kind
+        times = [row for row in timings() if (row.operation, row.order, row.device) == ("cans", 1024, "cpu")]
+        assert f"{times[0].milliseconds:,g} ms on {times[0].card}" in succeeds("show", "cans")
+
+    def test_a_stage_that_accepts_no_matrix_has_no_cost(self) -> None:
+        hook = "    def slots(self, block):\n        raise KeyError('a vector is required')\n\n    def apply"
+        text = SHARPEN.replace("sharpen", "fussy").replace("line", "fussy_line").replace("    def apply", hook)
+        file = write("fussy.py", text)
+        output = succeeds("show", "fussy", "--import", file)
+        assert "power" in output and "\ncost" not in output and "\nuse" not in output
 
     def test_the_family_tells_a_kind_from_a_recipe_of_its_name(self) -> None:
         output = succeeds("show", "stage.shampoo")

@@ -301,7 +301,9 @@ def test_a_loss_that_cannot_be_compared_with_a_guess_is_noted(
     assert diagnosis.findings == () and len(diagnosis.notes) == 1
 
 
-@pytest.mark.parametrize(("lr", "factor"), [(10.0, "2000, to 0.005"), (1e6, "2e+08, to 0.005")])
+@pytest.mark.parametrize(
+    ("lr", "factor"), [(10.0, "2000, to 0.005"), (16.0, "3000, to 0.0053"), (1e6, "2e+08, to 0.005")]
+)
 def test_the_advice_and_the_loss_at_the_end_follow_from_the_measures(lr: float, factor: str, tmp_path: Path) -> None:
     result = train(patient(recipe="signum", lr=lr, log_every=20), tmp_path)
     (found,) = diagnose(tmp_path).findings

@@ -267,6 +267,7 @@ def test_every_family_has_a_page_with_all_members_and_fields(family_pages: dict[
 def test_a_page_of_a_family_shows_formula_range_default_and_meaning(family_pages: dict[str, str]) -> None:
     section = family_pages["stage"].partition("## rms {")[2].partition("\n## ")[0]
     assert "v &lt;- b v" in section
+    assert [f"**{label}:** " in section for label in ("Use", "Cost for a 1024 x 1024 matrix")] == [True, True]
     assert re.search(r"\| `beta` \| number in &#91;0, 1&#93; \| `0.999` \| decay", section)
 
 
