@@ -97,7 +97,7 @@ class _Signed(LinearFormat, ABC):
         found = largest_size(rows, 1).float() / self.largest_code
         bucket = torch.where(found.isfinite(), found, torch.nan)
         y = rows / torch.where(bucket == 0, 1.0, bucket).to(x.dtype)[:, None]
-        y = self.rounded(torch.where(y.isnan(), 0.0, y), uniform).clamp_(-self.largest_code, self.largest_code)
+        y = self.rounded(y.masked_fill_(y.isnan(), 0.0), uniform).clamp_(-self.largest_code, self.largest_code)
         return {"codes": _as_bytes(y.to(self.integer)), "scales": bucket}
 
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
