@@ -293,7 +293,7 @@ class Blockwise(Format, ABC):
         factors = self.span / (s * move)
         z = multiplied_blocks(rows, move.to(x.dtype), self.block_size)
         z = multiply_blocks_(z, factors.to(x.dtype), self.block_size)
-        z = self._bounded(z.masked_fill_(z.isnan(), 0.0))
+        z = self._bounded(z.nan_to_num_(0.0, math.inf, -math.inf))
         return {"codes": self.codes(z, drawn), **stored}
 
     def _piece_by_piece(self, rows: Tensor, factors: Tensor) -> Tensor:
