@@ -312,7 +312,10 @@ class Recipe(UpdateRule):
         for key in self.expect:
             expected_rules(key, self.rules())
         if self.line_search is not None:
-            self.line_search.require_line(self)
+            constrained = any(update.constraints for update in self.rules().values())
+            self.line_search.require_line(
+                {"sam": self.sam is not None, "averaging": self.averaging is not None, "constraints": constrained}
+            )
         moved = next((key for key, quantizer in self.storage.items() if quantizer.location is not None), None)
         if self.graph and moved is not None:
             raise ValueError(

@@ -57,8 +57,11 @@ class Execution:
     why_not: Mapping[Way, str] = field(default_factory=dict)
     by_parameter: ClassVar[bool] = False
     """True if every parameter is updated by itself, so that its bits do not depend on other parameters."""
-    compiled: ClassVar[bool] = False
-    """True if the stack has a compiled program."""
+
+    @property
+    def compiled(self) -> Sequence[Program]:
+        """The programs that Inductor compiles. Empty if steps run without a compiled program."""
+        return ()
 
     @property
     def programs(self) -> Sequence[Program]:
@@ -128,7 +131,9 @@ class Compiled(Capturable):
     Steps that the program cannot compute, such as those with a refresh, run the stages.
     """
 
-    compiled = True
+    @property
+    def compiled(self) -> Sequence[Program]:
+        return self.programs
 
     def direction(self, step: StackStep, numbers: GraphNumbers | None) -> Tensor:
         assert self.program is not None
@@ -162,11 +167,14 @@ class Entries(Capturable):
     """
 
     program_of_dtype: Mapping[torch.dtype, Program] = field(kw_only=True)
-    compiled = True
+
+    @property
+    def compiled(self) -> Sequence[Program]:
+        return tuple(self.program_of_dtype.values())
 
     @property
     def programs(self) -> Sequence[Program]:
-        return () if self.program is None else (self.program, *self.program_of_dtype.values())
+        return () if self.program is None else (self.program, *self.compiled)
 
     def try_in_place(self, blocks: ActiveBlocks, calls: FusedCalls) -> bool:
         inputs, programs = calls.inputs, self.program_of_dtype.values()
@@ -194,7 +202,9 @@ def choose_execution(stack_state: StackState, recipe: Recipe, specs: Sequence[Pa
     specs: specifications of the parameters whose blocks the stack holds.
     shared: True if a stage needs a sum over a whole parameter, and other stacks have blocks of this parameter too.
 
-    Raises ValueError for a program that cannot be traced or captured, and RuntimeError if no compiler is installed.
+    Programs are traced here. `compile_programs` compiles them.
+
+    Raises ValueError for a program that cannot be traced or captured.
     """
     stored, of_numbers = {spec.dtype for spec in specs}, any(spec.shape == () for spec in specs)
     moments = declared_moments(stack_state.rule, stack_state.stack.block)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from operator import is_
 
 import numpy as np
@@ -35,6 +36,7 @@ from .inputs import StepInputs
 from .offload import OffloadedState
 from .rank_exchange import RankExchange
 from .stack_step import StackStep, run_together, sharing_sums
+from .traced import compile_programs
 
 _is_none = partial(is_, None)
 
@@ -105,6 +107,7 @@ class ParamSet:
             choose_execution(x, recipe, [specs[at] for at, _ in x.stack.grids], x.number in shared)
             for x in self.stack_states
         ]
+        compile_programs(chain.from_iterable(how.compiled for how in self.executions))
         self.graphs = Graphs(self.together, recipe, self.executions, self._run) if recipe.graph else None
         constraints, paths = {at: rule.constraints for at, rule in self.rules.items()}, [spec.path for spec in specs]
         squaring = {path for path, update in self.rules.items() if update.squares()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property, partial
@@ -45,8 +45,11 @@ CompiledCode = Callable[[list[Tensor]], Any]
 """A compiled program. It changes some of its input tensors in place, and empties the list in which it receives them."""
 _LOG = logging.getLogger("eigengraft")
 _PROGRESS_AFTER = 1.0
-"""Duration of a compilation, in seconds, after which the log names the program. Loading a program from the cache on
-disk takes less."""
+"""Duration of one compilation, in seconds, after which the log names the program, at level INFO. Loading a program from
+the cache on disk takes less."""
+_WARNING_AFTER = 10.0
+"""Duration of all compilations of a parameter set, in seconds, after which the log names the present program, at level
+WARNING, which Python shows by default. A user who has waited this long may think that the process hangs."""
 _SPAN = 64
 """Number of successive steps for which the numbers that depend on the step, such as bias corrections, are computed and
 uploaded together. If they were computed in each step alone, this would take a tenth of the time of a small model's step
@@ -561,36 +564,47 @@ _PROGRAMS: dict[Hashable, Program] = {}
 
 
 def program_of(source: ProgramSource) -> Program:
-    """Return the compiled program of a source. Equal sources are compiled once in a process.
+    """Return the traced program of a source, which `compile_programs` compiles. Equal sources have one program in a
+    process.
 
-    Raises ValueError if the update cannot be traced, RuntimeError if Inductor cannot compile the program, for example
-    because there is no C++ compiler.
+    Raises ValueError if the update cannot be traced.
     """
     key = _key(source)
     if key not in _PROGRAMS:
-        with _logged(source):
-            try:
-                program = Program(source)
-                assert program.graph is not None
-            except Exception as error:
-                path = dotted(source.path, "compile")
-                raise ValueError(
-                    f"{path}: the steps of this update cannot be traced: {error}; remove compile"
-                ) from error
-            assert program.compiled is not None
+        try:
+            program = Program(source)
+            assert program.graph is not None
+        except Exception as error:
+            path = dotted(source.path, "compile")
+            raise ValueError(f"{path}: the steps of this update cannot be traced: {error}; remove compile") from error
         _PROGRAMS[key] = program
     return _PROGRAMS[key]
 
 
-@contextmanager
-def _logged(source: ProgramSource) -> Iterator[None]:
-    """Write a line to the log of `eigengraft`, at level INFO, if the block under `with` takes longer than a second.
+def compile_programs(programs: Iterable[Program]) -> None:
+    """Compile the programs that are not compiled yet, one after another, and log those that take long.
 
-    The block compiles a program. The line is written while it still runs, and names the program.
+    Raises RuntimeError if Inductor cannot compile a program, for example because there is no C++ compiler.
     """
-    path = dotted(source.path, "compile")
-    line = f"{path}: compiling program {len(_PROGRAMS) + 1}, of {source}; later processes load it from a cache on disk"
-    timer = Timer(_PROGRESS_AFTER, _LOG.info, [line])
+    left = [program for program in dict.fromkeys(programs) if "compiled" not in vars(program)]
+    if not left:
+        return
+    line = ""
+    with _after(_WARNING_AFTER, lambda: _LOG.warning(line)):
+        for number, program in enumerate(left, 1):
+            path = dotted(program.source.path, "compile")
+            line = (
+                f"{path}: compiling program {number} of {len(left)}, of {program.source}; later processes load it from "
+                "a cache on disk"
+            )
+            with _after(_PROGRESS_AFTER, partial(_LOG.info, line)):
+                assert program.compiled is not None
+
+
+@contextmanager
+def _after(seconds: float, act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` in another thread if the block under `with` still runs after this time, in seconds."""
+    timer = Timer(seconds, act)
     timer.daemon = True
     timer.start()
     try:

@@ -7,7 +7,7 @@ All calls in one step evaluate the same function, and together have the side eff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -264,11 +264,12 @@ class LineSearch(Component):
     )
     trials: int = Field(default=10, ge=1, description="largest number of calls of the closure after the step")
 
-    def require_line(self, recipe: Any) -> None:
-        """Raise ValueError if a part of the recipe moves parameters off the line from W to W - D."""
-        bent = any(update.constraints for update in recipe.rules().values())
-        found = {"sam": recipe.sam is not None, "averaging": recipe.averaging is not None, "constraints": bent}
-        what = next((name for name, there in found.items() if there), None)
+    def require_line(self, parts: Mapping[str, bool]) -> None:
+        """Raise ValueError if a part of the recipe moves parameters off the line from W to W - D.
+
+        parts: by name of each part that moves parameters off the line, True if the recipe has it.
+        """
+        what = next((name for name, there in parts.items() if there), None)
         if what is not None:
             raise ValueError(
                 f"line_search: cannot be combined with `{what}`, which moves parameters off the line that is searched; "

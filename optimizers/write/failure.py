@@ -86,6 +86,11 @@ class Failure(Component):
         "applies masks without waiting, with more memory traffic, and bad gradients are counted one step later; auto: "
         "host",
     )
+    """`auto` is `host` also where all steps are compiled or in a graph, for three reasons. With `device`, a user learns
+    of a bad gradient one step later, also with `nonfinite: raise`. Steps that a program cannot compute, such as those
+    with a refresh, run as stages, which copy statistics and moments under a mask. And the time that `device` saves was
+    measured only together with `compile` and `graph` (docs/gpu.md), not with `compile` alone.
+    """
     spike: Spike | None = Field(
         default=None,
         validate_default=False,

@@ -47,14 +47,16 @@ class Graft(Stage):
         return Traits(sums=self.per == "parameter")
 
     def apply(self, state: State, gradient: Tensor, direction: Tensor, context: StepContext) -> Tensor:
+        began = context.holds(lambda steps: steps >= self.start)
         magnitude = run_chain(self.magnitude, state.scope("magnitude"), gradient, direction, context)
+        norm = norm_over(magnitude, self.per, context)
+        if began is True and not self.after:
+            magnitude = norm  # frees the tensor, of which only the norm is needed
         mapped = run_chain(self.direction, state.scope("direction"), gradient, direction, context)
-        norms = (norm_over(x, self.per, context) for x in (magnitude, mapped))
-        grafted = mapped * per_block(safe_ratio(*norms), mapped)
+        grafted = mapped * per_block(safe_ratio(norm, norm_over(mapped, self.per, context)), mapped)
         if self.after:
             grafted = run_chain(self.after, state.scope("after_direction"), gradient, grafted, context)
             magnitude = run_chain(self.after, state.scope("after_magnitude"), gradient, magnitude, context)
-        began = context.holds(lambda steps: steps >= self.start)
         if isinstance(began, bool):
             return grafted if began else magnitude
         return torch.where(per_block(context.step >= self.start, mapped), grafted, magnitude)

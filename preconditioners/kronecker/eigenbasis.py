@@ -375,8 +375,9 @@ class Eigenbasis(Factored, DelayedRefresh):
                 self.frame_changed(rows, (start, stop), context)
             del context.kept[state.path]
         g, d = (cached.rotated if x is cached.x else self._inward(x, cached.bases) for x in (gradient, direction))
-        mapped = run_chain(self.chain, self._inner_state(state), g, d, context)
-        return rotate(mapped, cached.bases, self.precision)
+        mapped, bases = run_chain(self.chain, self._inner_state(state), g, d, context), cached.bases
+        del cached, g, d  # frees the rotated tensors before the products allocate others
+        return rotate(mapped, bases, self.precision)
 
 
 class _Inside(NamedTuple):

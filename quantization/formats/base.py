@@ -93,32 +93,34 @@ def multiply_blocks_(x: Tensor, scales: Tensor, size: int) -> Tensor:
     scales: `[..., b]`, one for each block.
     size: number of numbers in a block.
     """
-    start = 0
-    for piece in block_views(x, size):
-        stop = start + piece.shape[-2]
-        piece.mul_(scales[..., start:stop, None])
-        start = stop
-    return x
+    return map_blocks_(Tensor.mul_, x, scales, size)
 
 
-def map_blocks(work: Callable[[Tensor, Tensor], Tensor], x: Tensor, scales: Tensor, size: int) -> Tensor:
-    """Apply a function to each block of x `[..., n]` and the scale of the block. Return the results as a new contiguous
-    tensor in the shape of x.
+def multiplied_blocks(x: Tensor, scales: Tensor, size: int) -> Tensor:
+    """Return x `[..., n]` with each block multiplied by its scale, as a new contiguous tensor.
 
-    work: function of blocks `[..., k, width]` and their scales `[..., k, 1]` that returns a tensor in the shape of the
-        blocks.
     scales: `[..., b]`, one for each block.
     size: number of numbers in a block.
     """
     views = block_views(x, size)
     if len(views) == 1:
-        return work(views[0], scales[..., None]).flatten(-2)
-    result, start = torch.empty_like(x, memory_format=torch.contiguous_format), 0
-    for source, target in zip(views, block_views(result, size), strict=True):
-        stop = start + source.shape[-2]
-        target.copy_(work(source, scales[..., start:stop, None]))
+        return views[0].mul(scales[..., None]).flatten(-2)
+    return multiply_blocks_(x.clone(memory_format=torch.contiguous_format), scales, size)
+
+
+def map_blocks_(work: Callable[[Tensor, Tensor], object], x: Tensor, scales: Tensor, size: int) -> Tensor:
+    """Apply a function to each block of x `[..., n]` and the scale of the block, in place, and return x.
+
+    work: function that changes blocks `[..., k, width]` in place. Its second argument are their scales `[..., k, 1]`.
+    scales: `[..., b]`, one for each block.
+    size: number of numbers in a block.
+    """
+    start = 0
+    for piece in block_views(x, size):
+        stop = start + piece.shape[-2]
+        work(piece, scales[..., start:stop, None])
         start = stop
-    return result
+    return x
 
 
 def even_width(n: int, size: int) -> int:
@@ -138,7 +140,8 @@ def map_blocks_out(work: Callable[..., Tensor], x: Tensor, scales: Tensor, size:
 
     A traced program cannot use this function, because it writes to views.
 
-    work: as in `map_blocks`, with a parameter `out` for the tensor that the results are written to.
+    work: function of blocks `[..., k, width]` and their scales `[..., k, 1]`, with a parameter `out` for the tensor
+        that the results are written to.
     scales: `[..., b]`, one for each block.
     size: number of numbers in a block.
     """
@@ -186,9 +189,8 @@ def encode_scales_twice(found: Tensor) -> dict[str, Tensor]:
     mean = filled.div(s.shape[1]).sum(1)
     rest = filled - mean[:, None]
     seconds = block_maxima(rest, SECOND_BLOCK)
-    codes = (
-        _CODEBOOK.nearest(map_blocks(torch.div, rest, torch.where(seconds > 0, seconds, 1.0), SECOND_BLOCK)).int() + 2
-    )
+    rest = map_blocks_(Tensor.div_, rest, torch.where(seconds > 0, seconds, 1.0), SECOND_BLOCK)
+    codes = _CODEBOOK.nearest(rest).int() + 2
     codes = torch.where(known, torch.where(s == 0, _ZERO, codes), _BROKEN).to(torch.uint8)
     return {"scales": codes.reshape(found.shape), "second_scales": seconds, "offsets": mean}
 
@@ -289,9 +291,9 @@ class Blockwise(Format, ABC):
         # where 1 / scale would over- or underflow, numbers and scale are first multiplied by a power of two, `move`
         move = torch.where(s < 1 / _FAR, _FAR, torch.where(s > _FAR, 1 / _FAR, 1.0))
         factors = self.span / (s * move)
-        z = map_blocks(torch.mul, rows, move.to(x.dtype), self.block_size)
+        z = multiplied_blocks(rows, move.to(x.dtype), self.block_size)
         z = multiply_blocks_(z, factors.to(x.dtype), self.block_size)
-        z = self._bounded(torch.where(z.isnan(), 0.0, z))
+        z = self._bounded(z.nan_to_num_(0.0, math.inf, -math.inf))
         return {"codes": self.codes(z, drawn), **stored}
 
     def _piece_by_piece(self, rows: Tensor, factors: Tensor) -> Tensor:

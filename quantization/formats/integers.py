@@ -6,6 +6,7 @@ symmetric.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Literal, Self
 
@@ -97,7 +98,7 @@ class _Signed(LinearFormat, ABC):
         found = largest_size(rows, 1).float() / self.largest_code
         bucket = torch.where(found.isfinite(), found, torch.nan)
         y = rows / torch.where(bucket == 0, 1.0, bucket).to(x.dtype)[:, None]
-        y = self.rounded(torch.where(y.isnan(), 0.0, y), uniform).clamp_(-self.largest_code, self.largest_code)
+        y = self.rounded(y.nan_to_num_(0.0, math.inf, -math.inf), uniform).clamp_(-self.largest_code, self.largest_code)
         return {"codes": _as_bytes(y.to(self.integer)), "scales": bucket}
 
     def decode(self, encoded: Encoded, slot: Slot, dtype: torch.dtype) -> Tensor:
