@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
-from itertools import chain
 from operator import is_
 
 import numpy as np
@@ -107,7 +106,8 @@ class ParamSet:
             choose_execution(x, recipe, [specs[at] for at, _ in x.stack.grids], x.number in shared)
             for x in self.stack_states
         ]
-        compile_programs(chain.from_iterable(how.compiled for how in self.executions))
+        if compiled := [program for how in self.executions for program in how.compiled]:
+            compile_programs(compiled)
         self.graphs = Graphs(self.together, recipe, self.executions, self._run) if recipe.graph else None
         constraints, paths = {at: rule.constraints for at, rule in self.rules.items()}, [spec.path for spec in specs]
         squaring = {path for path, update in self.rules.items() if update.squares()}
