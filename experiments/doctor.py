@@ -247,7 +247,8 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         symptom=True,
     ),
     "overfitting": Explanation(
-        "the model has learned the training rows by heart: it is large, or trains long, for so few rows",
+        "the model has learned the training rows by heart: it is large, or trains long, for so few rows; if validation "
+        "was never much better than a guess, labels may belong to other inputs",
         lambda run: (
             f"train for fewer steps, use more data, {_decay(run)} or dropout; compare the best evaluation, not the last"
         ),

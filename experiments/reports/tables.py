@@ -139,7 +139,10 @@ def marks(groups: Iterable[Sequence[ComparisonRow]], place: str) -> str:
     place: name of a group in the sentence, as in "the best mean of each column".
     """
     if not any(row.tested for group in groups for row in group):
-        return f"* is the best mean of {place}; a test needs three seeds or more to distinguish means."
+        return (
+            f"* is the best mean of {place}. With three seeds or more, means that a test does not distinguish from it "
+            "are marked."
+        )
     test = "a paired t-test (5 percent, Holm) does not distinguish from it"
     return f"* is the best mean of {place}. In bold: this mean, and those that {test}."
 

@@ -142,11 +142,13 @@ def test_the_command_advises_extension_and_continues_a_run_given_by_its_director
     def command(*arguments: str) -> str:
         return invoke(["train", *arguments]).output
 
-    command("exp.yaml", "--out", "run")
+    assert "continues" not in command("exp.yaml", "--out", "run")
     check_said(command("exp.yaml", "steps=6", "--out", "run"), "steps: 4 -> 6", "--extend 6")
-    assert "after 6 steps" in command("run", "--extend", "6")
+    extended = command("run", "--extend", "6")
+    assert "continues from step 4" in extended and "after 6 steps" in extended
     check_said(command("exp.yaml", "--out", "run"), "steps: 6 -> 4", "--extend 6")
-    assert "after 6 steps" in command("run")
+    again = command("run")
+    assert "after 6 steps" in again and "continues" not in again
     check_said(command("run", "--extend"), "--extend", "STEPS")
 
 
