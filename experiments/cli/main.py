@@ -200,7 +200,6 @@ def train_command(
     from ..reports.records import Run
     from ..training.experiment import load_experiment
     from ..training.parallel import is_first_process
-    from ..training.rundir import RunDirectory
     from ..training.train import train
     from .study import training_progress
 
@@ -211,9 +210,6 @@ def train_command(
         given.append(f"steps={extend}")
     loaded = load_experiment(experiment, given, imports or ())
     directory = out or (experiment if experiment.is_dir() else Path("runs") / short_name(loaded.name))
-    run = RunDirectory(directory)
-    if is_first_process() and (saved := run.checkpoints()) and (extend is not None or run.read("result") is None):
-        typer.echo(f"continues from step {max(saved)}, the last checkpoint in {directory}")
     try:
         with training_progress(loaded.name) as progress:
             result = train(loaded, directory, progress, checked, extend is not None)

@@ -362,6 +362,8 @@ def training_progress(name: str) -> Iterator[Callable[[Tick], None]]:
         nonlocal validation
         validation = f"  val {format_loss(tick.val_loss, 4)}" if tick.val_loss is not None else validation
         if not bars:  # only at the first tick, so that an invalid experiment shows no bar
+            if tick.step > 1:
+                meter.console.print(f"{name}: continues from step {tick.step - 1}", markup=False, highlight=False)
             bars.append(meter.add(name, tick.steps))
         text = f"step {tick.step}/{tick.steps}  loss {format_loss(tick.loss, 4)}{validation}  {tick.step_ms:.1f} ms"
         meter.update(bars[0], tick.step, text)
