@@ -424,12 +424,11 @@ def _cost(kind: str, member: type[Component]) -> str:
         return ""
     # operations on entries are counted by the entries of the state: a stage with little state has more than are counted
     few = cost.constant < numel
-    operations = "a few operations per number, which are not counted" if few else ""
+    uncounted = "a few operations per number, which are not counted"
+    state = f"{_number(cost.state / numel)} bytes of state per number" if cost.state or not few else "no state"
     if few and not cost.refreshes:
-        state = f"{_number(cost.state / numel)} bytes of state per number" if cost.state else "no state"
-        return f"{state}, and {operations}"
-    per_number = [f"{_number(cost.state / numel)} bytes of state per number"]
-    per_number.append(operations or f"{_number(cost.constant / numel)} operations per number in a step")
+        return f"{state}, and {uncounted}"
+    per_number = [state, uncounted if few else f"{_number(cost.constant / numel)} operations per number in a step"]
     counted = f"counted for {flow(given)}" if given else "counted"
     if refreshes := sum(operations for _, operations in cost.refreshes):
         per_number.append(f"{_number((cost.constant + refreshes) / numel)} in a step with a refresh")

@@ -51,7 +51,8 @@ class Graft(Stage):
         magnitude = run_chain(self.magnitude, state.scope("magnitude"), gradient, direction, context)
         norm = norm_over(magnitude, self.per, context)
         if began is True and not self.after:
-            magnitude = norm  # frees the tensor, of which only the norm is needed
+            # Only the norm is used in this case. The tensor is freed before the other chain allocates its own.
+            magnitude = norm
         mapped = run_chain(self.direction, state.scope("direction"), gradient, direction, context)
         grafted = mapped * per_block(safe_ratio(norm, norm_over(mapped, self.per, context)), mapped)
         if self.after:
